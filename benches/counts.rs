@@ -1,6 +1,8 @@
-//! One stage of the data road on a fixed workload, once: `counts make FOLDER` writes the workload, `counts run FOLDER
-//! STAGE` prepares a stage, runs it, and prints units, allocations and peak bytes. `benches/counts.py` (`make bench-counts`)
-//! calls it under callgrind, which counts the instructions of the stage alone.
+//! Runs one stage of the data path once, on a fixed workload.
+//!
+//! `counts make FOLDER` writes the workload. `counts run FOLDER STAGE` prepares a stage, runs it, and prints units,
+//! allocations and peak bytes. `benches/counts.py` (`make bench-counts`) calls it under callgrind, which counts only the
+//! instructions of the stage.
 
 #[path = "counts/workload.rs"]
 mod workload;
@@ -12,10 +14,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use tracegrad_core::align::{self, align};
-use tracegrad_core::pack::{self, Branches, Cost, Demand, TooLong, Whole};
+use tracegrad_core::pack::{self, Branches, Cost, PackRequest, RowUnit, TooLong};
 use tracegrad_core::ratio::{
-    Agg, Alone, AnyGate, Gate, Level, Missing, Over, Per, Plan, Ratio, Reduction, Shape, Stat, Terms, Weight, When,
-    correct_into,
+    Aggregation, AnyRejection, Missing, Over, Per, Plan, Ratio, Reduce, Reduction, Rejection, Shape, SingleRank, Stat,
+    Terms, Weight, When, correct_into,
 };
 use tracegrad_core::read::{Options, Reader};
 use tracegrad_core::template::Session;
@@ -25,13 +27,13 @@ static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// The allocator of the extension, with what is asked of it counted.
+/// The allocator of the extension. It counts the allocations and their bytes.
 struct Counted;
 
 #[global_allocator]
 static ALLOCATOR: Counted = Counted;
 
-// SAFETY: every call goes on to mimalloc as it came.
+// SAFETY: every call is passed to mimalloc unchanged.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Relaxed);
@@ -107,7 +109,7 @@ fn rendering(again: bool) -> Stage {
     })
 }
 
-fn correcting(gated: bool) -> Stage {
+fn correcting(has_rejection: bool) -> Stage {
     const SIZE: usize = 1 << 18;
     let noise = |seed: usize| ((seed.wrapping_mul(2_654_435_761) >> 7) % 1000) as f32 / 1000.0;
     let rollout: Vec<f32> = (0..SIZE).map(|t| if t % 97 == 0 { f32::NAN } else { -3.0 * noise(t) }).collect();
@@ -115,16 +117,25 @@ fn correcting(gated: bool) -> Stage {
     let trace: Vec<i64> = (0..SIZE).map(|t| (t / 512) as i64).collect();
     let (mut weight, mut keep) = (vec![1.0; SIZE], vec![true; SIZE]);
     Box::new(move || {
-        let shape = Shape::Clamp(0.0, 2.0);
-        let tis = Weight { ratio: Ratio::MISMATCH, level: Level::TOKEN, shape, when: When::Always, normalize: false };
-        let level = Level { over: Over::Trace, agg: Agg::Mean, ..Level::TOKEN };
+        let shape = Shape::Truncate(0.0, 2.0);
+        let tis =
+            Weight { ratio: Ratio::MISMATCH, level: Aggregation::TOKEN, shape, when: When::Always, normalize: false };
+        let level = Aggregation { over: Over::Trace, agg: Reduce::Mean, ..Aggregation::TOKEN };
         let (stat, when, scope) = (Stat::Ratio, When::Always, Over::Trace);
-        let gate = AnyGate::Gate(Gate { ratio: Ratio::MISMATCH, stat, level, low: 0.9, high: 1.1, when, scope });
+        let rejection = AnyRejection::Rejection(Rejection {
+            ratio: Ratio::MISMATCH,
+            stat,
+            level,
+            low: 0.9,
+            high: 1.1,
+            when,
+            scope,
+        });
         let reductions = vec![Reduction { per: Per::Token, mean: true, norm: 1.0, kept: false }];
-        let gates = if gated { vec![gate] } else { vec![] };
-        let plan = Plan { gates, weights: vec![tis], missing: Missing::Mask, reductions };
+        let rejections = if has_rejection { vec![rejection] } else { vec![] };
+        let plan = Plan { rejections, weights: vec![tis], missing: Missing::Mask, reductions };
         let terms = Terms::of(Some(&old), Some(&rollout), &trace);
-        black_box(correct_into(&terms, &plan, &Alone, &mut weight, &mut keep).expect("the step is well formed"));
+        black_box(correct_into(&terms, &plan, &SingleRank, &mut weight, &mut keep).expect("the step is well formed"));
         SIZE
     })
 }
@@ -137,20 +148,31 @@ fn packing(file: &Path) -> Stage {
         let (ids, cu_seqlens, trace, trainable) =
             (&aligned.ids, &aligned.cu_seqlens, &aligned.trace, &aligned.trainable);
         let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
-        let measured = pack::measure(branches, 32_768, Whole::Branch, TooLong::Refuse).expect("they fit");
+        let measured = pack::measure(branches, 32_768, RowUnit::Branch, TooLong::Error).expect("they fit");
         let (length, terms, step) = (&measured.length, &measured.terms, &vec![0; trace.len()]);
         let cost = Cost { token: 2.2e10, pair: 2.1e6, term: 2.3e9 };
-        let (ranks, token_budget, whole_traces, least_gain) = (1, 32_768, false, None);
-        let demand =
-            Demand { ids, cu_seqlens, length, terms, trace, step, ranks, token_budget, whole_traces, cost, least_gain };
-        let placed = pack::place(demand).expect("they are consistent");
+        let (ranks, tokens_per_row, whole_traces, min_sharing_gain) = (1, 32_768, false, None);
+        let request = PackRequest {
+            ids,
+            cu_seqlens,
+            length,
+            terms,
+            trace,
+            step,
+            ranks,
+            tokens_per_row,
+            whole_traces,
+            cost,
+            min_sharing_gain,
+        };
+        let placed = pack::place(request).expect("they are consistent");
         let step: Vec<i32> = placed.row.iter().map(|&row| if row < 0 { -1 } else { 0 }).collect();
         let shared: Vec<bool> = placed.gain.iter().map(|gain| gain.shared).collect();
         let (row, order, rows) = (&placed.row, &placed.order, &placed.rows);
         let plan = pack::Plan { length, step: &step, row, order, rows, shared: &shared };
         let inv_temperature = &aligned.inv_temperature;
         let tokens = pack::Tokens { ids, trainable, inv_temperature, cu_seqlens };
-        black_box(pack::lay(tokens, plan, 1).expect("they are consistent"));
+        black_box(pack::write_rows(tokens, plan, 1).expect("they are consistent"));
         ids.len()
     };
     Box::new(move || (0..MANY).map(|_| once()).sum())

@@ -3,8 +3,8 @@
     python benches/forecast.py     # --tiny sees that it runs
 
 A Qwen3 with random weights and 24 traces of random tokens in four groups over one prompt each, under each setting of
-`train.memory`. The peak is counted: what torch allocates while the run goes on, over the parameters. The time is the
-median step after the first.
+`train.memory_mode`. The peak is counted: what torch allocates while the run goes on, over the parameters. The time is
+the median step after the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from tracegrad.trainer import train
 from tracegrad.trainer.resource_estimate import estimate_resources
 from tracegrad.trainer.steps import TrainingData
 
-HEADER = "| `train.memory` | steps, tokens | peak, predicted | counted | ratio | a step, at least | taken | ratio |"
+HEADER = (
+    "| `train.memory_mode` | steps, tokens | peak, predicted | counted | ratio | a step, at least | taken | ratio |"
+)
 
 
 def model_of(tiny: bool) -> Any:
@@ -60,7 +62,12 @@ def traces_of(vocabulary: int, unit: int) -> Sequences:
 def compared(setting: str, tiny: bool, dtype: str = "fp32") -> dict[str, Any]:
     """One run, predicted and taken."""
     unit = 16 if tiny else 96
-    changes = {"train.memory": setting, "pack.step_groups": 2, "pack.token_budget": 16 * unit, "data.holdout": 0}
+    changes = {
+        "train.memory_mode": setting,
+        "train.groups_per_step": 2,
+        "pack.tokens_per_row": 16 * unit,
+        "data.holdout": 0,
+    }
     changes |= {"train.epochs": 2, "train.device": "cpu", "train.dtype": dtype}
     told = config.load(overrides=[*changes.items()])
     model, objective = model_of(tiny), presets.DAPO_DIRECT
@@ -72,7 +79,7 @@ def compared(setting: str, tiny: bool, dtype: str = "fp32") -> dict[str, Any]:
         predicted = estimate_resources(folder / "model", told, feed, 1)
         planned = [sum(len(batch.ids) for batch in step.batches) for step in feed.steps(feed.plan(1).shuffle_seed(0))]
         parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-        given = {"objective": objective, "config": told, "sinks": (), "say": lambda _: None}
+        given = {"objective": objective, "config": told, "sinks": (), "log": lambda _: None}
         timed = train(traces, model, out=folder / "timed", **given).rows[1:]
         again = model_of(tiny)
         with Allocated() as counted:

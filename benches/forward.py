@@ -40,7 +40,7 @@ def one_batch(model: torch.nn.Module, batch: Batch, plan: policy.Plan) -> None:
 
 def measure(model: torch.nn.Module, s: Sequences, budget: int, plan: policy.Plan, repeat: int) -> float:
     """Tokens of the pack per second of CPU time."""
-    [step] = pack(s, np.ones(s.traces), token_budget=budget)
+    [step] = pack(s, np.ones(s.traces), tokens_per_row=budget)
     best = float("inf")
     for _ in range(repeat):
         model.zero_grad()

@@ -109,11 +109,11 @@ def table(rows: list[dict]) -> str:
     for name in [*dict.fromkeys(row["temperature"] for row in rows), "all"]:
         part = [row for row in rows if name in (row["temperature"], "all")]
         truth = f"{part[0]['truth']:.3f}" if name != "all" else ""
-        share = np.mean([row["off_policy_value_ess_fraction"] for row in part])
+        share = np.mean([row["ope_ess_fraction"] for row in part])
         cells = []
         for known in (1, 0):
-            those = [row for row in part if row["off_policy_value_known"] == known]
-            hits = sum(row["off_policy_value_low"] <= row["truth"] <= row["off_policy_value_high"] for row in those)
+            those = [row for row in part if row["ope_reliable"] == known]
+            hits = sum(row["ope_low"] <= row["truth"] <= row["ope_high"] for row in those)
             cells += [f"{len(those)}", f"{hits} ({hits / len(those):.0%})" if those else ""]
         lines.append(f"| {name} | {truth} | {share:.0%} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -4,8 +4,8 @@
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use std::hint::black_box;
 use tracegrad_core::pack::{
-    BestFit, Branches, Cost, Demand, Layout, Measured, Placed, Plan, Tokens, TooLong, Whole, lay, lay_into, measure,
-    place,
+    BestFit, BranchLengths, Branches, Cost, Layout, PackRequest, Placement, Plan, RowUnit, Tokens, TooLong, measure,
+    place, write_rows, write_rows_into,
 };
 
 /// The allocator of the extension.
@@ -65,11 +65,11 @@ impl Given {
     }
 
     /// The first two steps: how much of each branch, and where it goes.
-    fn place(&self, token_budget: usize, least_gain: Option<f64>) -> Spots {
+    fn place(&self, tokens_per_row: usize, least_gain: Option<f64>) -> Spots {
         let (ids, cu_seqlens, trace, trainable) = (&self.ids, &self.cu, &self.trace, &self.trainable);
         let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
-        let measured = measure(branches, token_budget, Whole::Branch, TooLong::Refuse).expect("they fit");
-        let demand = Demand {
+        let measured = measure(branches, tokens_per_row, RowUnit::Branch, TooLong::Error).expect("they fit");
+        let request = PackRequest {
             ids,
             cu_seqlens,
             length: &measured.length,
@@ -77,12 +77,12 @@ impl Given {
             trace,
             step: &self.step,
             ranks: 1,
-            token_budget,
+            tokens_per_row,
             whole_traces: false,
             cost: Cost { token: 2.2e10, pair: 2.1e6, term: 2.3e9 },
-            least_gain,
+            min_sharing_gain: least_gain,
         };
-        let placed = place(demand).expect("they are consistent");
+        let placed = place(request).expect("they are consistent");
         // A branch without a term lies nowhere.
         let step = self.step.iter().zip(&placed.row).map(|(&step, &row)| if row < 0 { -1 } else { step }).collect();
         let shared = placed.gain.iter().map(|gain| gain.shared).collect();
@@ -95,15 +95,15 @@ impl Given {
     }
 
     /// All three steps of packing.
-    fn pack(&self, token_budget: usize, least_gain: Option<f64>) -> Layout {
-        lay(self.tokens(), self.place(token_budget, least_gain).plan(), 1).expect("they are consistent")
+    fn pack(&self, tokens_per_row: usize, least_gain: Option<f64>) -> Layout {
+        write_rows(self.tokens(), self.place(tokens_per_row, least_gain).plan(), 1).expect("they are consistent")
     }
 }
 
-/// What `lay` needs beside the tokens.
+/// The arguments of `write_rows` in addition to the tokens.
 struct Spots {
-    measured: Measured,
-    placed: Placed,
+    measured: BranchLengths,
+    placed: Placement,
     step: Vec<i32>,
     shared: Vec<bool>,
 }
@@ -136,16 +136,16 @@ fn whole(criterion: &mut Criterion) {
 fn rows(criterion: &mut Criterion, given: &Given) {
     let spots = given.place(8192, None);
     let (tokens, plan) = (given.tokens(), spots.plan());
-    let mut out = lay(tokens, plan, 1).expect("they are consistent");
+    let mut out = write_rows(tokens, plan, 1).expect("they are consistent");
     // Three numbers a token; five a term for the rows, and its origin and branch.
     let bytes = 12 * out.ids.len() + 32 * out.row.len();
     let source = vec![1u8; bytes];
     let mut copy = vec![0u8; bytes];
     let mut group = criterion.benchmark_group("pack/rows");
     group.throughput(Throughput::Elements(out.ids.len() as u64));
-    group.bench_function("fresh memory", |bencher| bencher.iter(|| lay(tokens, plan, 1).expect("consistent")));
+    group.bench_function("fresh memory", |bencher| bencher.iter(|| write_rows(tokens, plan, 1).expect("consistent")));
     group.bench_function("memory used again", |bencher| {
-        bencher.iter(|| lay_into(tokens, plan, 1, black_box(&mut out)).expect("consistent"));
+        bencher.iter(|| write_rows_into(tokens, plan, 1, black_box(&mut out)).expect("consistent"));
     });
     group.bench_function("a copy of as many bytes", |bencher| {
         bencher.iter(|| black_box(&mut copy).copy_from_slice(black_box(&source)));

@@ -59,14 +59,14 @@ def run(name: str, seed: int, sequences: tg.Sequences, prompts: int) -> dict:
     arm, cpu = ARMS[name], time.process_time()
     model, _ = rollout.load(QUICKSTART / "model")
     changes = [("train.seed", seed), ("train.epochs", arm.passes), ("checkpoint.keep", arm.passes)]
-    config = load(QUICKSTART / "run.toml", [*changes, ("train.updates_per_old", arm.every)])
+    config = load(QUICKSTART / "run.toml", [*changes, ("train.updates_per_old_logprobs", arm.every)])
     with tempfile.TemporaryDirectory() as folder:
         told = {"objective": arm.objective, "config": config, "out": folder, "tokenizer": QUICKSTART / "model"}
-        done = trainer.train(sequences, model, **told, sinks=(), say=lambda _: None)
+        done = trainer.train(sequences, model, **told, sinks=(), log=lambda _: None)
         places = list_checkpoints(Path(folder))
         after = [rollout.success(*rollout.load(place), prompts, seed)[0] for place in places]
-    names = ("step", "off_policy_value", "off_policy_value_low", "off_policy_value_high", "off_policy_value_ess")
-    value = [{key: row[key] for key in names} for row in done.rows if "off_policy_value" in row]
+    names = ("step", "ope", "ope_low", "ope_high", "ope_ess")
+    value = [{key: row[key] for key in names} for row in done.rows if "ope" in row]
     return {"arm": name, "seed": seed, "after": after, "value": value, "cpu_s": round(time.process_time() - cpu, 1)}
 
 

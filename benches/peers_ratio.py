@@ -26,7 +26,7 @@ from tracegrad.objective.correction import correct
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 MISMATCH = Ratio("old", "rollout")
-TIS = Weight(MISMATCH, shape=Truncate(0.0, 2.0))
+TIS = Weight(MISMATCH, transform=Truncate(0.0, 2.0))
 GEOMETRIC = Rejection(MISMATCH, level=Aggregation("trace", "mean"), low=1 / 1.02, high=1 / 0.98)
 BYTES = 13
 
@@ -97,7 +97,7 @@ def main() -> None:
     for name, (weight, gate) in plans.items():
         gates = [gate] if gate else []
         run = lambda weight=weight, gates=gates: correct(  # noqa: E731
-            old.reshape(-1), rollout.reshape(-1), weights=[weight], gates=gates, **flat
+            old.reshape(-1), rollout.reshape(-1), weights=[weight], rejections=gates, **flat
         )
         rates[name] = old.size / best(run)
     rows = []

@@ -57,10 +57,10 @@ def planned(folder: str, ranks: int, rank: int) -> None:
     imported, before = time.perf_counter(), _status("VmRSS")
     opened = PreparedDataset.open(folder)
     columns = time.perf_counter()
-    told = config.load(overrides=[("pack.token_budget", 32_768), ("pack.step_groups", 64)])
+    told = config.load(overrides=[("pack.tokens_per_row", 32_768), ("train.groups_per_step", 64)])
     feed = TrainingData.of(opened, presets.DAPO, told, ranks=ranks, rank=rank)
     compared = time.perf_counter()
-    cut = feed.cut(feed.plan(1).shuffle_seed(0))
+    cut = feed.assign_steps(feed.plan(1).shuffle_seed(0))
     done = time.perf_counter()
     found = {
         "traces": opened.traces,

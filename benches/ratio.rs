@@ -1,15 +1,15 @@
 //! Throughput of `tracegrad_core::ratio` in terms per second, within the cache and far beyond it, on one core and on all.
 //!
-//! `copy` moves as many bytes as a step with token weights reads and writes (13 to a term): no kernel can be faster
-//! beyond the cache. Results are written into arrays that exist, as in a run where they are reused.
+//! `copy` moves as many bytes as a step with token weights reads and writes (13 per trained token). No kernel is faster
+//! than that beyond the cache. Results are written into existing arrays, as in a training run.
 
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use rayon::prelude::*;
 use tracegrad_core::ratio::{
-    Agg, Alone, AnyGate, Gate, Level, Missing, Over, Per, Plan, Ratio, Reduction, Shape, Stat, Terms, Weight, When,
-    correct_into,
+    Aggregation, AnyRejection, Missing, Over, Per, Plan, Ratio, Reduce, Reduction, Rejection, Shape, SingleRank, Stat,
+    Terms, Weight, When, correct_into,
 };
 
 /// The allocator of the extension.
@@ -34,19 +34,24 @@ fn step(terms: usize) -> Step {
 
 fn plans() -> [(&'static str, Plan); 5] {
     let weight = |level, shape| Weight { ratio: Ratio::MISMATCH, level, shape, when: When::Always, normalize: false };
-    let gate = |stat, level, low, high, scope| {
-        AnyGate::Gate(Gate { ratio: Ratio::MISMATCH, stat, level, low, high, when: When::Always, scope })
+    let rejection = |stat, level, low, high, scope| {
+        AnyRejection::Rejection(Rejection { ratio: Ratio::MISMATCH, stat, level, low, high, when: When::Always, scope })
     };
-    let trace = |agg| Level { over: Over::Trace, agg, ..Level::TOKEN };
+    let trace = |agg| Aggregation { over: Over::Trace, agg, ..Aggregation::TOKEN };
     let reduction = |per| Reduction { per, mean: true, norm: 1.0, kept: false };
-    let plan = |gates, weights, per| Plan { gates, weights, missing: Missing::Mask, reductions: vec![reduction(per)] };
-    let tis = weight(Level::TOKEN, Shape::Clamp(0.0, 2.0));
-    let geometric = gate(Stat::Ratio, trace(Agg::Mean), 0.9, 1.1, Over::Trace);
-    let token = gate(Stat::Ratio, Level::TOKEN, 0.5, 2.0, Over::Token);
+    let plan = |rejections, weights, per| Plan {
+        rejections,
+        weights,
+        missing: Missing::Mask,
+        reductions: vec![reduction(per)],
+    };
+    let tis = weight(Aggregation::TOKEN, Shape::Truncate(0.0, 2.0));
+    let geometric = rejection(Stat::Ratio, trace(Reduce::Mean), 0.9, 1.1, Over::Trace);
+    let token = rejection(Stat::Ratio, Aggregation::TOKEN, 0.5, 2.0, Over::Token);
     [
         ("token_tis", plan(vec![], vec![tis], Per::Token)),
         ("token_gate_and_tis", plan(vec![token], vec![tis], Per::Token)),
-        ("trace_product", plan(vec![], vec![weight(trace(Agg::Sum), Shape::Clamp(0.0, 5.0))], Per::Token)),
+        ("trace_product", plan(vec![], vec![weight(trace(Reduce::Sum), Shape::Truncate(0.0, 5.0))], Per::Token)),
         ("geometric_gate_and_tis", plan(vec![geometric], vec![tis], Per::Token)),
         ("token_tis_per_trace", plan(vec![], vec![tis], Per::Trace)),
     ]
@@ -73,7 +78,7 @@ fn bench(criterion: &mut Criterion) {
             });
             for (name, plan) in plans() {
                 group.bench_with_input(BenchmarkId::new(name, size), &plan, |bencher, plan| {
-                    let mut run = || correct_into(black_box(&terms), plan, &Alone, &mut weight, &mut keep);
+                    let mut run = || correct_into(black_box(&terms), plan, &SingleRank, &mut weight, &mut keep);
                     bencher.iter(|| pool.install(&mut run).expect("the step is well formed"));
                 });
             }

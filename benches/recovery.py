@@ -59,7 +59,7 @@ def rows_of(source: str, name: str, traces: Traces, tokenizer: Tokenizer, bad: i
     for code in range(len(TIERS)):
         # A trace stands under the least exact tier of its tokens.
         tier[np.unique(owner[found.tier == code])] = code
-    known = np.bincount(owner[found.known], minlength=len(traces))
+    known = np.bincount(owner[found.is_known], minlength=len(traces))
     listed = np.bincount(owner, minlength=len(traces))
     for code in sorted(set(tier.tolist())):
         here = tier == code
@@ -69,8 +69,8 @@ def rows_of(source: str, name: str, traces: Traces, tokenizer: Tokenizer, bad: i
             format=name,
             tier=TIERS[code] if code < len(TIERS) else "T6",
             recorded=int(rows.sum()),
-            recovered=int((rows & found.known).sum()),
-            masked=int((rows & ~found.known).sum()),
+            recovered=int((rows & found.is_known).sum()),
+            masked=int((rows & ~found.is_known).sum()),
             traces=int(here.sum()),
             whole=int((here & (listed > 0) & (known == listed)).sum()),
             part=int((here & (known > 0) & (known < listed)).sum()),

@@ -124,7 +124,7 @@ def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], Non
         logprobs = np.full(cu[-1], np.nan, np.float32)
         logprobs[trainable] = np.concatenate(old)
         s = Sequences.from_arrays(np.concatenate(rows), cu, logprobs, trainable, group=np.zeros(len(rows), int))
-        [step] = pack(s, advantages, token_budget=int(cu[-1]), share_prefixes=tree)
+        [step] = pack(s, advantages, tokens_per_row=int(cu[-1]), share_prefixes=tree)
         step = step.with_logprobs(old=step.rollout_logprobs)
         steps.append((step, correct_step(step, objective, "mask")))
 

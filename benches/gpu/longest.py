@@ -79,7 +79,7 @@ def one_trace(length: int, place: Place) -> Traces:
 
 
 def ours(place: Place) -> Step:
-    """The learner's step with `train.memory` low."""
+    """The learner's step with `train.memory_mode` low."""
     model = with_adapters(model_of("Qwen3-4B", place, torch.bfloat16), 16).eval()
     memory = Memory.of("low")
     recompute_layers(model)

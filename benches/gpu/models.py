@@ -165,7 +165,12 @@ class Traces:
 
     def step(self, budget: int, share: bool, pad: int = 128, shape: ModelShape | None = None) -> Step:
         """All of them as one optimizer step; `shape` is of the model, for the FLOP ratio of sharing."""
-        told = {"token_budget": budget, "share_prefixes": share, "needs": OBJECTIVE.needs, "pad_to_multiple_of": pad}
+        told = {
+            "tokens_per_row": budget,
+            "share_prefixes": share,
+            "requirements": OBJECTIVE.requirements,
+            "pad_to_multiple_of": pad,
+        }
         [step] = pack(self.sequences(), self.advantages.reshape(-1), shape=shape, **told)
         return step
 

@@ -341,7 +341,7 @@ def block_masks(bench: Bench) -> Iterator[dict[str, Any]]:
         s = traces.sequences()
         step = traces.step(s.tokens, count == 8)
         [batch] = (batch.to(place.device) for batch in step.batches)
-        share = {"token_budget": s.tokens, "share_prefixes": count == 8, "pad_to_multiple_of": 128}
+        share = {"tokens_per_row": s.tokens, "share_prefixes": count == 8, "pad_to_multiple_of": 128}
         host = Clock("cpu", bench.clock.warm, bench.clock.repeat)
         found = host.compare({"tree": lambda s=s, share=share: pack(s, np.ones(s.traces), **share)})
         arms = {"ours": lambda batch=batch: policy.block_mask(batch)}

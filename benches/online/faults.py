@@ -35,12 +35,12 @@ def main() -> int:
         for dtype in told.dtypes:
             folder = Path(place) / dtype
             folder.mkdir()
-            flags, environment = vllm_arguments("file", beside=folder / "beside")
+            flags, environment = vllm_arguments("file", package_folder=folder / "beside")
             flags += ["--enforce-eager", "--dtype", dtype, "--max-model-len", "1024", "--generation-config", "vllm"]
             flags += ["--logprobs-mode", "processed_logprobs", "--trust-request-chat-template"]
             flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-            more = {"name": "clerk", "arguments": flags, "environment": environment, "log": folder / "server.log"}
+            more = {"name": "clerk", "arguments": flags, "environment": environment, "log_path": folder / "server.log"}
             with launch(told.vllm_python, MODEL, **more) as server:
                 for seed in range(told.seeds):
                     for number, fault in enumerate(told.faults):

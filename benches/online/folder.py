@@ -68,13 +68,13 @@ def step_of(traces: tg.Traces, tokenizer: tg.Tokenizer) -> int:
     """Tokens of the packed rows."""
     sequences = tg.align(traces, tokenizer, on_error="skip")
     advantages = tg.advantage.group_mean(sequences.reward, sequences.group)
-    packed = tg.pack(sequences, advantages, token_budget=8192, step_groups=GROUPS)
+    packed = tg.pack(sequences, advantages, tokens_per_row=8192, groups_per_step=GROUPS)
     return sum(batch.ids.size for step in packed for batch in step.batches)
 
 
 def by_folder(folder: Path, tokenizer: tg.Tokenizer) -> int:
     """As the loop does."""
-    found = [traces for _, traces in GroupReader(folder).look()]
+    found = [traces for _, traces in GroupReader(folder).read_new()]
     steps = (found[start : start + GROUPS] for start in range(0, len(found), GROUPS))
     return sum(step_of(tg.Traces.concatenate(groups), tokenizer) for groups in steps)
 

@@ -125,7 +125,7 @@ def run(arm: str, seed: int, options: argparse.Namespace, out: Path) -> dict[str
     prompts = task.prompts("traces", seed)
     rewards, mismatch, tested = [], [], {}
     for number in range(options.steps):
-        version = driven.taken
+        version = driven.steps_done
         taken = [prompt for prompt in itertools.islice(prompts, options.groups) for _ in range(options.samples)]
         records = played(rounded(driven.model, options.bits), hf, taken, version, generator)
         for index, record in enumerate(records):
@@ -137,10 +137,10 @@ def run(arm: str, seed: int, options: argparse.Namespace, out: Path) -> dict[str
         sequences = tg.align(tg.Traces.from_records(records), tokenizer)
         rewards.append(float(np.mean([record["reward"] for record in records])))
         advantages = tg.advantage.group_mean(sequences.reward, sequences.group, scale="std", ddof=1)
-        cut = {"token_budget": 8192, "step_groups": options.groups, "share_prefixes": True}
-        [step] = tg.pack(sequences, advantages, skip_zero_advantage=True, needs=ARMS[arm].needs, **cut)
+        cut = {"tokens_per_row": 8192, "groups_per_step": options.groups, "share_prefixes": True}
+        [step] = tg.pack(sequences, advantages, skip_zero_advantage=True, requirements=ARMS[arm].requirements, **cut)
         if len(step.trace):
-            step = driven.ready(step)
+            step = driven.add_logprobs(step)
             mismatch.append(float(np.nanmean(np.abs(step.old_logprobs - step.rollout_logprobs))))
             for _ in range(options.updates):
                 driven.step(step, version)

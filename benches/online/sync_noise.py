@@ -75,18 +75,20 @@ class Watch:
         self._proof = WeightSyncBounds(bf16=True)
 
     def __call__(self, canary: ProbeSampler, sample: Sample) -> Sample:
-        driven = canary.driven
+        driven = canary.trainer
         if self._kept is not None:
             late = Sample.of(driven, self._kept.rows)
-            self.missed.append(self._row(late, self._proof.leans(late.logprobs, self._kept.logprobs, late.rollout)))
-        before = previous_logprobs(driven, OnlineConfig(), sample) if driven.taken else None
-        lean = 0.0 if before is None else self._proof.leans(sample.logprobs, before, sample.rollout)
+            self.missed.append(
+                self._row(late, self._proof.slope_to_previous(late.logprobs, self._kept.logprobs, late.rollout))
+            )
+        before = previous_logprobs(driven, OnlineConfig(), sample) if driven.steps_done else None
+        lean = 0.0 if before is None else self._proof.slope_to_previous(sample.logprobs, before, sample.rollout)
         tried = [cause.logprobs() for cause in causes(driven, sample, OnlineConfig(), self.first)]
         shares = np.array([explained_share(sample.logprobs, each, sample.rollout) for each in tried])
         back = 0.0 if before is None else slope_of(sample.logprobs, before, sample.rollout)[0]
         nearest = dict(zip(("given", "given_without_outliers"), np.nanmax(shares, 0), strict=True))
         self.clean.append({**self._row(sample, lean), **nearest, "back": back})
-        self._proof.note(sample.gap())
+        self._proof.record_noise(sample.gap())
         self._kept = sample
         return sample
 
@@ -121,7 +123,7 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
     """A run whose servers are asked at each step."""
     watch = Watch(model)
     config = tg.config.Config(
-        pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=rate), train=tg.config.Train(dtype="bf16")
+        optimizer=tg.config.Optimizer(lr=rate), train=tg.config.Train(groups_per_step=4, dtype="bf16")
     )
 
     async def agent(told, policy):
@@ -133,7 +135,7 @@ def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
         tg.online.train(
             model, online.tasks("traces", 0), agent=agent, objective=tg.presets.DAPO_DIRECT, config=config,
             servers=[url], out=out, online=OnlineConfig(steps=count, steps_ahead=0),
-            play=RolloutConfig(samples=4, max_tokens=24, turns=1), sinks=(),
+            rollout=RolloutConfig(group_size=4, max_tokens=24, max_turns=1), sinks=(),
         )  # fmt: skip
     return watch
 
@@ -153,7 +155,7 @@ def main() -> None:
             folder = Path(place) / name
             folder.mkdir()
             model = BUNDLED if name == "qwen3" else make(name, folder / "model", told.pretrain)
-            flags, environment = vllm_arguments("file", beside=folder / "beside")
+            flags, environment = vllm_arguments("file", package_folder=folder / "beside")
             flags += [
                 "--enforce-eager",
                 "--dtype",
@@ -165,7 +167,7 @@ def main() -> None:
             ]
             flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-            more = {"name": "clerk", "arguments": flags, "environment": environment, "log": folder / "server.log"}
+            more = {"name": "clerk", "arguments": flags, "environment": environment, "log_path": folder / "server.log"}
             with launch(told.vllm_python, model, **more) as server:
                 for rate in RATES:
                     watch = steps(model, server.url, folder / f"run-{rate:g}", rate, told.steps)
@@ -186,7 +188,7 @@ def summary(found: list[dict[str, float]]) -> dict[str, object]:
         for name in ("p50", "p99", "max", "given", "given_without_outliers", "back")
         if name in found[0]
     }
-    terms = min(row["terms"] for row in found)
+    terms = min(row["tokens_trained"] for row in found)
     return {"checks": len(found), "terms": terms, **ranges, "by_bound": sum(bound), "by_leaning": sum(lean),
             "alarms": sum(map(any, zip(bound, lean, strict=True)))}  # fmt: skip
 

@@ -27,11 +27,11 @@ from tracegrad.rollout.launch import flags, launch
 
 def started(python: str, out: Path, **engine: Any) -> Any:
     """A vLLM server on the example's model, as `make online` starts one."""
-    told, environment = tg.weight_sync.vllm_arguments("file", beside=out / "package")
+    told, environment = tg.weight_sync.vllm_arguments("file", package_folder=out / "package")
     arguments = [*told, *flags({"generation_config": "vllm", **online.ENGINE, **engine})]
     environment |= online.ENVIRONMENT
     return launch(
-        python, machine.MODEL, name="policy", arguments=arguments, environment=environment, log=out / "server.log"
+        python, machine.MODEL, name="policy", arguments=arguments, environment=environment, log_path=out / "server.log"
     )
 
 
@@ -98,9 +98,9 @@ def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> di
         train=tg.config.Train(seed=seed),
         optimizer=tg.config.Optimizer(lr=options.lr),
         advantage=tg.config.Advantage(scale="std"),
-        pack=tg.config.Pack(token_budget=2048, share_prefixes=True, skip_zero_weight=True),
+        pack=tg.config.Pack(tokens_per_row=2048, share_prefixes=True, skip_zero_weight=True),
     )
-    how = OnlineConfig(steps=options.steps, steps_ahead=0, refill=1)
+    how = OnlineConfig(steps=options.steps, steps_ahead=0, max_resample_factor=1)
     served, cpu, wall = player.seconds(), time.process_time(), time.perf_counter()
     finished = tg.online.train(
         machine.MODEL,
@@ -109,7 +109,7 @@ def run(player: Player, out: Path, seed: int, options: argparse.Namespace) -> di
         objective=tg.presets.DAPO_DIRECT,
         config=config,
         online=how,
-        play=RolloutConfig(max_tokens=64, turns=4),
+        rollout=RolloutConfig(max_tokens=64, max_turns=4),
         out=out,
         **player.told,
     )

@@ -28,26 +28,26 @@ def main() -> None:
     parser.add_argument("--token-budget", type=int, default=32768)
     told = parser.parse_args()
     pin(told.cores)
-    print(json.dumps(measure(told.task, told.file, told.folder, told.rounds, told.token_budget)))
+    print(json.dumps(measure(told.task, told.file, told.folder, told.rounds, told.tokens_per_row)))
 
 
-def measure(task: str, file: str, folder: Path, rounds: int, token_budget: int) -> dict[str, Any]:
+def measure(task: str, file: str, folder: Path, rounds: int, tokens_per_row: int) -> dict[str, Any]:
     """What one task finds, in this process."""
     if task in ROADS:
-        return road(task, folder, file, rounds, token_budget)
+        return road(task, folder, file, rounds, tokens_per_row)
     module = importlib.import_module("parts" if task in PARTS else "ours")
-    more = [token_budget] if task == "chat" else []
+    more = [tokens_per_row] if task == "chat" else []
     return getattr(module, task)(folder, file, rounds, *more)
 
 
-def road(name: str, folder: Path, file: str, rounds: int, token_budget: int) -> dict[str, Any]:
+def road(name: str, folder: Path, file: str, rounds: int, tokens_per_row: int) -> dict[str, Any]:
     """A peer's whole road, timed; then its tensors beside ours, row by row."""
     from timing import fastest
 
     module = importlib.import_module(f"with_{name}")
     path, model = folder / file, folder.parent / "qwen"
     peer = module.Road(model)
-    took = fastest(lambda: peer.run(path, token_budget), rounds)
+    took = fastest(lambda: peer.run(path, tokens_per_row), rounds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     tensors, refused = took.result
     import rows
@@ -55,7 +55,7 @@ def road(name: str, folder: Path, file: str, rounds: int, token_budget: int) -> 
 
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(model))
     advantages = tg.advantage.group_mean(sequences.reward, sequences.group)
-    steps = tg.pack(sequences, advantages, token_budget=token_budget, share_prefixes=True)
+    steps = tg.pack(sequences, advantages, tokens_per_row=tokens_per_row, share_prefixes=True)
     same = rows.compare(rows.ours(sequences, steps), peer.rows(tensors))
     version = importlib.import_module("importlib.metadata").version(module.VERSION)
     counts = {"tokens": sequences.tokens, "sampled": len(sequences.terms), "traces": sequences.traces}

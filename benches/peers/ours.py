@@ -101,7 +101,7 @@ def align(folder: Path, file: str, rounds: int) -> Found:
     return {**told, **counts, "bytes": sequences.tokens * TOKEN_BYTES}
 
 
-def chat(folder: Path, file: str, rounds: int, token_budget: int) -> Found:
+def chat(folder: Path, file: str, rounds: int, tokens_per_row: int) -> Found:
     """The whole road: a file to packed torch tensors, prefixes shared; the share of each part; and a second pass."""
     parts = dict.fromkeys(("read", "align", "pack", "tensors"), float("inf"))
 
@@ -112,7 +112,7 @@ def chat(folder: Path, file: str, rounds: int, token_budget: int) -> Found:
         sequences = tg.align(traces, tokenizer)
         at.append(time.perf_counter())
         advantages = tg.advantage.group_mean(sequences.reward, sequences.group)
-        steps = tg.pack(sequences, advantages, token_budget=token_budget, share_prefixes=True)
+        steps = tg.pack(sequences, advantages, tokens_per_row=tokens_per_row, share_prefixes=True)
         at.append(time.perf_counter())
         tensors = [batch.to("cpu") for step in steps for batch in step.batches]
         at.append(time.perf_counter())

@@ -43,7 +43,7 @@ def ours(sequences: Any, steps: list[Any]) -> list[Row]:
             branch = step.branch[batch.term]
             for one in np.unique(branch):
                 mine = batch.term[branch == one]
-                heads = batch.row[branch == one]
+                heads = batch.logit_row[branch == one]
                 last = int(batch.read[heads].max())
                 path = np.flatnonzero(batch.tree_end[: last + 1] > last)
                 final = heads[batch.read[heads] == last][0]

@@ -48,7 +48,7 @@ class Bench:
 
     folder: Path
     rounds: int
-    token_budget: int
+    tokens_per_row: int
     shown: str
     alone: bool = True
     out: Path | None = None
@@ -61,10 +61,10 @@ class Bench:
         key = (task, file, cores)
         # What other tasks have let go of would hide what a file takes, so memory is always a process of its own.
         if key not in self.kept and not self.alone and task != "memory":
-            self.kept[key] = measure.measure(task, file, self.folder, 1, self.token_budget)
+            self.kept[key] = measure.measure(task, file, self.folder, 1, self.tokens_per_row)
         elif key not in self.kept:
             command = [sys.executable, str(HERE / "measure.py"), task, file, "--folder", str(self.folder)]
-            options = {"cores": cores, "rounds": rounds or self.rounds, "token-budget": self.token_budget}
+            options = {"cores": cores, "rounds": rounds or self.rounds, "token-budget": self.tokens_per_row}
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             print(f"  {task} {file} on {cores or 'all'} cores", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -338,7 +338,7 @@ def main() -> None:
     counts = make_workload(folder, make_models(told.folder)["qwen"], told.groups)
     print(f"workload {counts}, made in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     shown = " ".join(["python benches/peers/run.py", *(arg for arg in sys.argv[1:])])
-    bench = Bench(folder, told.rounds, told.token_budget, shown, not told.smoke, told.out, told.note)
+    bench = Bench(folder, told.rounds, told.tokens_per_row, shown, not told.smoke, told.out, told.note)
     for part in (load, ingest, render, tokenize, align, python, cores):
         part(bench)
     roads(bench, told.peers.split(","))

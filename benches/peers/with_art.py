@@ -28,14 +28,14 @@ class Road:
         self.choice, self.trajectory, self.group = Choice, Trajectory, TrajectoryGroup
         self.tokenize, self.pack = tokenize_trajectory_groups, packed_tensors_from_tokenized_results
 
-    def run(self, path: Path, token_budget: int) -> tuple[Any, int]:
+    def run(self, path: Path, tokens_per_row: int) -> tuple[Any, int]:
         """Packed tensors, and how many traces were left out."""
         groups = []
         with path.open("rb") as file:
             for _, records in groupby((orjson.loads(line) for line in file), key=lambda record: record["group"]):
                 groups.append(self.group([self._trajectory(record) for record in records]))
         tokenized = self.tokenize(self.tokenizer, groups, False, True)
-        return self.pack(list(tokenized), token_budget, self.tokenizer.pad_token_id, False), 0
+        return self.pack(list(tokenized), tokens_per_row, self.tokenizer.pad_token_id, False), 0
 
     def _trajectory(self, record: dict[str, Any]) -> Any:
         entries = [self.choice.model_validate(entry) if "logprobs" in entry else entry for entry in record["messages"]]

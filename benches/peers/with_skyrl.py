@@ -26,9 +26,9 @@ class Road:
             convert_prompts_responses_to_batch_tensors,
         )
 
-    def run(self, path: Path, token_budget: int) -> tuple[Any, int]:
+    def run(self, path: Path, tokens_per_row: int) -> tuple[Any, int]:
         """Batch tensors, and how many traces were left out: a count of logprobs that is not that of the new ids."""
-        del token_budget  # It pads, and does not pack.
+        del tokens_per_row  # It pads, and does not pack.
         columns: list[list[Any]] = [[], [], [], [], []]
         refused = 0
         with path.open("rb") as file:

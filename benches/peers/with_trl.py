@@ -30,7 +30,7 @@ class Road:
         self.turn, self.chain = worker.TurnRecord, worker._chain_to_sequences
         self.planner, self.collator = trainer.TokenBudgetBatcher, trainer.DataCollatorForRollout
 
-    def run(self, path: Path, token_budget: int) -> tuple[Any, int]:
+    def run(self, path: Path, tokens_per_row: int) -> tuple[Any, int]:
         """Micro-batches, and how many traces were left out."""
         samples = []
         with path.open("rb") as file:
@@ -41,9 +41,9 @@ class Road:
                 for record, advantage in zip(records, advantages, strict=True):
                     samples += self._samples(record, float(advantage), number)
         # The planner hands out a micro-batch when the next sample does not fit: the last one closes it.
-        whole = {"input_ids": np.full(token_budget, -1), "completion_mask": np.ones(token_budget), "group_id": -1}
-        planner = self.planner([*samples, {**whole, "old_log_probs": np.zeros(0)}], 1, token_budget, {})
-        collator = self.collator(self.tokenizer.pad_token_id, token_budget=token_budget)
+        whole = {"input_ids": np.full(tokens_per_row, -1), "completion_mask": np.ones(tokens_per_row), "group_id": -1}
+        planner = self.planner([*samples, {**whole, "old_log_probs": np.zeros(0)}], 1, tokens_per_row, {})
+        collator = self.collator(self.tokenizer.pad_token_id, tokens_per_row=tokens_per_row)
         return [collator.torch_call([rows]) for rows in planner], 0
 
     def _samples(self, record: dict[str, Any], advantage: float, group: int) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def server(python: str, model: Path, port: int | None, log: Path) -> Iterator[st
     arguments += ["--limit-mm-per-prompt", '{"image":1,"video":0}']
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
     with launch(
-        python, model, port, name=MODEL_NAME, arguments=arguments, environment=environment, log=log
+        python, model, port, name=MODEL_NAME, arguments=arguments, environment=environment, log_path=log
     ) as launched:
         yield launched.url
 

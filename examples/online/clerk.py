@@ -67,13 +67,13 @@ def told() -> dict:
     parser.add_argument("--samples", type=int, default=8, help="trajectories in a group")
     options = parser.parse_args()
     server = {"servers": [options.server]} if options.server else {"python": options.python, "engine": ENGINE}
-    pack, optimizer = tg.config.Pack(step_groups=options.groups), tg.config.Optimizer(lr=4e-4)
+    train, optimizer = tg.config.Train(groups_per_step=options.groups), tg.config.Optimizer(lr=4e-4)
     return {
         "model": QUICKSTART / "model",
         "objective": tg.presets.DAPO_DIRECT,
-        "config": tg.config.Config(pack=pack, optimizer=optimizer),
+        "config": tg.config.Config(train=train, optimizer=optimizer),
         "online": tg.online.OnlineConfig(steps=options.steps),
-        "play": tg.online.RolloutConfig(samples=options.samples, max_tokens=64, turns=4),
+        "rollout": tg.online.RolloutConfig(group_size=options.samples, max_tokens=64, max_turns=4),
         "out": options.out,
         **server,
     }

@@ -22,7 +22,7 @@ RUBRIC = "- A friendly answer with the right total scores most.\n- A wrong total
 async def relative(prompts, completions, **columns):
     """A reward function that may be asynchronous, as it only waits for the judge."""
     async with Servers([URL], model=MODEL, timeout_s=60) as servers:
-        judge = tg.rewards.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, told=keep)
+        judge = tg.rewards.Judge(servers.chat, rubric=RUBRIC, sampling={"max_tokens": 512}, on_vote=keep)
         judged = await judge.score([[*prompt, *said] for prompt, said in zip(prompts, completions, strict=True)])
     if judged.errors and not any(answer for verdict in judged.verdicts for answer in verdict.answers):
         raise ConnectionError(f"the judge does not answer: {judged.errors[0]}")
@@ -40,4 +40,4 @@ OUT = None
 if __name__ == "__main__":
     options = told()
     OUT = Path(options["out"])
-    tg.online.train(tasks=customers("offer"), rewards=[correct, relative], weights=[1.0, 0.5], **options)
+    tg.online.train(tasks=customers("offer"), rewards=[correct, relative], reward_weights=[1.0, 0.5], **options)

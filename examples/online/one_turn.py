@@ -15,4 +15,4 @@ def short(completions, **columns):
 
 if __name__ == "__main__":
     # Customers who make an offer: no tool is needed.
-    tg.online.train(tasks=customers("offer"), rewards=[correct, short], weights=[1.0, 0.1], **told())
+    tg.online.train(tasks=customers("offer"), rewards=[correct, short], reward_weights=[1.0, 0.1], **told())

@@ -96,7 +96,7 @@ def record(model: torch.nn.Module, tokenizer, here: Situation, groups: int, seed
         for number, episode in enumerate(played):
             file.write(json.dumps(_native(episode, number // SAMPLES, here)) + "\n")
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(HERE / "model"))
-    [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), token_budget=8192)
+    [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), tokens_per_row=8192)
     found = step.with_logprobs(old=compute_logprobs(model, step.batches)).old_logprobs
     lost = np.random.default_rng(seed).random(len(found)) < here.missing
     logprobs = sequences.rollout_logprobs.copy()
@@ -116,15 +116,15 @@ def _native(episode: rollout.Episode, group: int, here: Situation) -> dict:
 
 def configure(options: argparse.Namespace, seed: int, policy: str = "mask", epochs: int | None = None) -> Config:
     """The demo's options on smaller steps, without held-out traces."""
-    changes = [("train.seed", seed), ("train.epochs", epochs or options.epochs), ("pack.step_groups", 4)]
-    changes += [("data.holdout", 0.0), ("train.missing", policy)]
+    changes = [("train.seed", seed), ("train.epochs", epochs or options.epochs), ("train.groups_per_step", 4)]
+    changes += [("data.holdout", 0.0), ("train.missing_logprobs", policy)]
     return load(options.config, changes)
 
 
 def trained(model, sequences: tg.Sequences, objective: Objective, config: Config) -> torch.nn.Module:
     """`model` after training on the sequences; changed in place."""
     with tempfile.TemporaryDirectory() as folder:
-        tg.trainer.train(sequences, model, objective=objective, out=folder, config=config, sinks=(), say=_nothing)
+        tg.trainer.train(sequences, model, objective=objective, out=folder, config=config, sinks=(), log=_nothing)
     return model.eval()
 
 
@@ -152,11 +152,11 @@ def made(here: Situation, seed: int, options: argparse.Namespace) -> tuple[torch
 def look(here: Situation, seed: int, options: argparse.Namespace) -> dict:
     """What `recipes.for_data` measures on a recording, and recommends."""
     model, _, sequences = made(here, seed, options)
-    [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), token_budget=8192)
+    [step] = tg.pack(sequences, np.zeros(sequences.traces, np.float32), tokens_per_row=8192)
     old = np.full(sequences.tokens, np.nan)
     old[step.origin] = step.with_logprobs(old=compute_logprobs(model, step.batches)).old_logprobs
     found = tg.recipes.for_data(sequences, old)
-    advice = found.name + (f", missing {found.recipe.missing}" if found.recipe.missing else "")
+    advice = found.name + (f", missing {found.recipe.missing_logprobs}" if found.recipe.missing_logprobs else "")
     return {"situation": here.name, "seed": seed, "advice": advice, **asdict(found.measured)}
 
 
@@ -181,7 +181,7 @@ def run(here: Situation, seed: int, options: argparse.Namespace, done: set[str],
     before = rollout.success(model, tokenizer, options.prompts, seed)[0]
     for name, objective in tries.items():
         began = time.perf_counter()
-        policy = here.policy if objective.needs.rollout else "mask"
+        policy = here.policy if objective.requirements.rollout else "mask"
         after = trained(copy.deepcopy(model), sequences, objective, configure(options, seed, policy))
         success = rollout.success(after, tokenizer, options.prompts, seed)[0]
         reward = float(sequences.reward.mean())

@@ -82,13 +82,13 @@ def main() -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     config = tg.config.Config(
-        train=tg.config.Train(seed=options.seed),
+        train=tg.config.Train(groups_per_step=32, seed=options.seed),
         optimizer=tg.config.Optimizer(lr=options.lr, beta2=0.95),
         # Late on most groups are right but for one sample: over its group's deviation that one still counts.
         advantage=tg.config.Advantage(scale="std"),
-        pack=tg.config.Pack(token_budget=2048, step_groups=32, share_prefixes=True, skip_zero_weight=True),
+        pack=tg.config.Pack(tokens_per_row=2048, share_prefixes=True, skip_zero_weight=True),
     )
-    online = OnlineConfig(steps=options.steps, steps_ahead=options.steps_ahead, refill=1)
+    online = OnlineConfig(steps=options.steps, steps_ahead=options.steps_ahead, max_resample_factor=1)
     began = time.perf_counter()
     found = tg.online.train(
         options.model,
@@ -97,8 +97,8 @@ def main() -> int:
         objective=tg.presets.DAPO_DIRECT,
         config=config,
         online=online,
-        play=RolloutConfig(samples=8, max_tokens=64, turns=4),
-        evaluation=list(tasks("evaluation", options.seed, options.prompts)),
+        rollout=RolloutConfig(group_size=8, max_tokens=64, max_turns=4),
+        eval_tasks=list(tasks("evaluation", options.seed, options.prompts)),
         python=options.vllm_python,
         engine=ENGINE,
         out=options.out,

@@ -56,7 +56,7 @@ def with_rewards(sequences: tg.Sequences, kind: str, seed: int) -> tg.Sequences:
 def configure(way: Way, path: Path, seed: int, epochs: int) -> Config:
     """The demo's options, with this way's baseline."""
     changes = [("train.seed", seed), ("train.epochs", epochs), ("checkpoint.keep", epochs)]
-    changes += [("advantage.baseline", way.baseline), ("train.off_policy_value_per_epoch", 1)]
+    changes += [("advantage.baseline", way.baseline), ("eval.ope_per_epoch", 1)]
     return load(path, changes)
 
 
@@ -68,7 +68,7 @@ def run(way: Way, sequences: tg.Sequences, options: argparse.Namespace, seed: in
         data = with_rewards(sequences, way.rewards, seed)
         tg.trainer.train(
             data, model, objective=way.objective, out=folder, config=config, tokenizer=options.model, sinks=(),
-            say=lambda _: None,
+            log=lambda _: None,
         )  # fmt: skip
         saved = sorted(Path(folder, "checkpoints").iterdir())
         return [rollout.success(*rollout.load(path), options.prompts, seed)[0] for path in (saved[0], saved[-1])]

@@ -16,7 +16,7 @@ from tracegrad.integrations import art
 def policy_logprobs(data, model):
     """[M] of the policy about to be trained. Before ART is imported: it patches another transformers than this one."""
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    (step,) = tg.pack(data, np.zeros(data.traces), token_budget=4096)
+    (step,) = tg.pack(data, np.zeros(data.traces), tokens_per_row=4096)
     found = np.empty(len(step), np.float32)
     for batch in step.batches:
         with torch.no_grad():

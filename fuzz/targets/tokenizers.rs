@@ -1,5 +1,5 @@
 //! A tokenizer.json, and behind its last zero byte a text: whatever they are, loading and encoding end, and the laws of
-//! `tokenizer::tried` hold.
+//! `tokenizer::check_invariants` hold.
 #![no_main]
 
 mod watched;
@@ -11,7 +11,7 @@ fuzz_target!(|data: &[u8]| {
     let cut = data.iter().rposition(|&byte| byte == 0).unwrap_or(data.len());
     let text = data.get(cut + 1..).unwrap_or(b"Hello, world! \xe4\xb8\x96 <a>");
     watched::within(256, || {
-        if let Err(error) = tokenizer::tried(&data[..cut], &String::from_utf8_lossy(text)) {
+        if let Err(error) = tokenizer::check_invariants(&data[..cut], &String::from_utf8_lossy(text)) {
             watched::told(&error);
         }
     });

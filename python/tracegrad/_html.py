@@ -71,9 +71,9 @@ def percent(share: float) -> str:
 
 def _plain(text: str) -> str:
     """Return the text with every hidden character replaced by its code point."""
-    kept = {"\n": "\n", "\t": "\t"}
+    unchanged = {"\n": "\n", "\t": "\t"}
     characters = ((char, unicodedata.category(char) in _HIDDEN) for char in text)
-    return "".join(kept.get(char, f"[U+{ord(char):04X}]") if is_hidden else char for char, is_hidden in characters)
+    return "".join(unchanged.get(char, f"[U+{ord(char):04X}]") if is_hidden else char for char, is_hidden in characters)
 
 
 def _add_code(out: list[str], code: str) -> None:

@@ -48,7 +48,7 @@ def numbers(values: Any, name: str) -> Array:
     except ArgumentError:
         raise
     except _RAISED as error:
-        _refuse(name, f"{_kind(values)} that is no array: {type(error).__name__}: {str(error)[:200]}")
+        _refuse(name, f"{_kind(values)} that cannot become an array: {type(error).__name__}: {str(error)[:200]}")
     if array.dtype.kind not in "biuf":
         _refuse(name, f"an array of {str(array.dtype)[:80]}")
     if array.dtype.kind == "b":
@@ -111,10 +111,10 @@ def check_flat(array: Array, name: str, length: int | None = None) -> Array:
         ArgumentError: for another shape or length.
     """
     if array.ndim != 1:
-        raise ArgumentError(f"TG-ARGS-001: {name} has shape {array.shape}. It must be flat: one entry per element.")
+        raise ArgumentError(f"TG-ARGS-001: {name} has shape {array.shape}. Pass a one-dimensional array.")
     if length is not None and len(array) != length:
         raise ArgumentError(
-            f"TG-ARGS-002: {name} has {len(array)} entries but {length} are needed. Pass arrays of equal length."
+            f"TG-ARGS-002: {name} has {len(array)} entries, expected {length}. Pass arrays of equal length."
         )
     return array
 
@@ -131,8 +131,8 @@ def as_floats(array: Array, dtype: DTypeLike, name: str) -> Array:
         is_inf = np.isinf(cast) & np.isfinite(array)
         if is_inf.any():
             raise ArgumentError(
-                f"TG-ARGS-003: {name} holds {array[is_inf].flat[0]:.6g}, which {cast.dtype} cannot hold. It would "
-                "become infinite. Pass numbers below 3.4e38, or NaN where one is not known."
+                f"TG-ARGS-003: {name} contains {array[is_inf].flat[0]:.6g}, which overflows {cast.dtype}. "
+                "Pass numbers below 3.4e38, or NaN for unknown numbers."
             )
     return cast
 
@@ -144,7 +144,7 @@ def as_integers(array: Array, dtype: DTypeLike, name: str) -> Array:
         ArgumentError: for an array of another kind, or if an integer overflows `dtype`.
     """
     if array.dtype.kind not in "iu" and array.size:
-        _refuse(name, f"an array of {array.dtype}", "Pass integers; a float is no id, however whole.")
+        _refuse(name, f"an array of {array.dtype}", "Pass integers: floats are not valid, even if they are integral.")
     result = np.require(array, dtype, ["C", "A"])
     if array.dtype != result.dtype and array.size:
         limits = np.iinfo(result.dtype)
@@ -152,8 +152,8 @@ def as_integers(array: Array, dtype: DTypeLike, name: str) -> Array:
         if low < limits.min or high > limits.max:
             extreme = low if low < limits.min else high
             raise ArgumentError(
-                f"TG-ARGS-004: {name} holds {extreme}, beyond {limits.min} to {limits.max}. It would become another "
-                f"number. Pass integers that {result.dtype} holds."
+                f"TG-ARGS-004: {name} contains {extreme}, which is outside the range {limits.min} to {limits.max} of "
+                f"{result.dtype}. Pass integers in this range."
             )
     return result
 
@@ -165,7 +165,7 @@ def as_flags(array: Array, name: str) -> NDArray[np.bool_]:
         ArgumentError: for other numbers.
     """
     if array.dtype.kind != "b" and not np.isin(array, (0, 1)).all():
-        _refuse(name, f"an array of {array.dtype} with other numbers than 0 and 1", "Pass True and False.")
+        _refuse(name, f"an array of {array.dtype} with numbers other than 0 and 1", "Pass True and False.")
     return np.require(array, np.bool_, ["C", "A"])
 
 
@@ -220,15 +220,15 @@ def one_of(value: Any, name: str, choices: Iterable[str | None]) -> Any:
     return value
 
 
-def instance(value: Any, name: str, kinds: type | tuple[type, ...], cure: str) -> Any:
+def instance(value: Any, name: str, kinds: type | tuple[type, ...], fix: str) -> Any:
     """Return the value if it is an instance of one of `kinds`.
 
     Raises:
-        ArgumentError: for another type. The message ends with `cure`.
+        ArgumentError: for another type. The message ends with `fix`.
     """
     if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise ArgumentError(f"TG-ARGS-018: {name} is {describe(value)}, no {wanted}. {cure}")
+        expected = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise ArgumentError(f"TG-ARGS-018: {name} is {describe(value)}, expected {expected}. {fix}")
     return value
 
 
@@ -238,9 +238,9 @@ def instances(values: Any, name: str, kinds: type | tuple[type, ...]) -> tuple[A
     Raises:
         ArgumentError: for another container, or for an entry of another type.
     """
-    instance(values, name, (list, tuple), "Pass a list of them.")
+    instance(values, name, (list, tuple), "Pass a list.")
     return tuple(
-        instance(value, f"{name}[{index}]", kinds, "See its documentation.") for index, value in enumerate(values)
+        instance(value, f"{name}[{index}]", kinds, "See the documentation.") for index, value in enumerate(values)
     )
 
 
@@ -252,13 +252,13 @@ def check_rows(values: Any, name: str, not_these: tuple[type, ...]) -> None:
     """
     has_rows = isinstance(values, Iterable) and not (isinstance(values, np.ndarray) and values.ndim == 0)
     if not has_rows or isinstance(values, not_these):
-        raise ArgumentError(f"TG-ARGS-009: {name} is {describe(values)}. Pass a list, with one entry for each.")
+        raise ArgumentError(f"TG-ARGS-009: {name} is {describe(values)}. Pass a list with one entry per row.")
 
 
 def describe(value: Any) -> str:
     """Return a short description of any value, on one line, for an error message."""
     if isinstance(value, (str, bytes, int, float, complex, type(None))):
-        text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "an integer of many digits"
+        text = repr(value) if not isinstance(value, int) or abs(value) < 1 << 200 else "a very large integer"
         return text if len(text) <= 60 else f"{text[:57]}..."
     return _kind(value)
 
@@ -272,8 +272,8 @@ def _kind(value: Any) -> str:
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _refuse(name: str, problem: str, cure: str = "Pass a list, a numpy array or a tensor of real numbers.") -> NoReturn:
-    raise ArgumentError(f"TG-ARGS-010: {name} is {problem}. What it means as numbers would have to be guessed. {cure}")
+def _refuse(name: str, problem: str, fix: str = "Pass a list, a numpy array or a tensor of real numbers.") -> NoReturn:
+    raise ArgumentError(f"TG-ARGS-010: {name} is {problem}, which cannot be converted to numbers. {fix}")
 
 
 def _from_tensor(tensor: Any) -> Array:
@@ -287,7 +287,7 @@ def _unwrapped(array: Array, name: str) -> Array:
     real = (int, float, np.integer, np.floating)
     items = array.reshape(-1).tolist()
     if not all(item is None or (isinstance(item, real) and not isinstance(item, bool)) for item in items):
-        _refuse(name, "an array of objects that are no numbers")
+        _refuse(name, "an array of objects that are not numbers")
     if None not in items:  # Without None, numpy makes an object array only for integers beyond 64 bits.
         _refuse(name, "an array of integers beyond 64 bits")
     return array.astype(np.float64)
@@ -297,7 +297,7 @@ def _check_bytes(array: Array, name: str) -> None:
     """Raise if a bool array has bytes other than 0 and 1. Readers disagree about the meaning of such bytes."""
     contiguous = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if contiguous.size and int(contiguous.reshape(-1).view(np.uint8).max()) > 1:
-        _refuse(name, "an array of bool whose bytes are not 0 and 1", "Make it anew: array.view('u1') != 0.")
+        _refuse(name, "an array of bool whose bytes are not 0 and 1", "Create a valid array: array.view('u1') != 0.")
 
 
 def check_choice(name: str, value: object, valid: tuple[object, ...]) -> None:
@@ -313,9 +313,8 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise ArgumentError(
-            f"TG-ARGS-012: {name} is a {type(value).__name__}, and no evaluator knows its formula. Another would be "
-            f"computed in its place, or none. Take a {kind.__name__}, or a frozen dataclass of your own below it "
-            "(docs/extending.md)."
+            f"TG-ARGS-012: {name} is a {type(value).__name__}, and no evaluator has a formula for it. "
+            f"Pass a {kind.__name__}, or your own frozen dataclass that subclasses it (docs/extending.md)."
         )
 
 
@@ -326,20 +325,20 @@ def refuse_without_effect(idle: bool, name: str, why: str) -> None:
 
 def check_order(name: str, low: float, high: float) -> None:
     if not low <= high:
-        raise ArgumentError(f"TG-ARGS-014: {name} has low {low} above high {high}. Nothing lies between.")
+        raise ArgumentError(f"TG-ARGS-014: {name} has low {low} above high {high}. Set low to at most high.")
 
 
-def check_bounds_around(name: str, low: float, high: float, centre: float, cure: str) -> None:
+def check_bounds_around(name: str, low: float, high: float, centre: float, fix: str) -> None:
     """Raise if the bounds do not include `centre`, the value of the quantity if both policies agree.
 
     Raises:
-        ArgumentError: if the bounds are out of order or exclude `centre`. The message ends with `cure`.
+        ArgumentError: if the bounds are out of order or exclude `centre`. The message ends with `fix`.
     """
     check_order(name, low, high)
     if not low <= centre <= high:
         raise ArgumentError(
-            f"TG-ARGS-015: {name} has bounds [{low:g}, {high:g}], and terms on which the policies agree lie at "
-            f"{centre:g}, outside. {cure}"
+            f"TG-ARGS-015: {name} has bounds [{low:g}, {high:g}], which exclude {centre:g}, the value of tokens on "
+            f"which the policies agree. {fix}"
         )
 
 
@@ -351,14 +350,14 @@ def check_ratio_bounds(name: str, low: float, high: float) -> None:
     """
     if low < 0:
         raise ArgumentError(
-            f"TG-ARGS-016: {name}.low is {low:g}, and no ratio is negative. Bounds are ratios, not distances "
-            f"from 1: write 1 - 0.2."
+            f"TG-ARGS-016: {name}.low is {low:g}, and a ratio cannot be negative. Bounds are ratios, not distances "
+            f"from 1: write 0.8 for 0.2."
         )
     check_bounds_around(
         name, low, high, 1.0, "Bounds are ratios, not distances from 1: write 0.8 and 1.28 for 0.2 and 0.28."
     )
 
 
-def check_positive(name: str, value: float, cure: str = "") -> None:
+def check_positive(name: str, value: float, fix: str = "") -> None:
     if not 0 < value < float("inf"):
-        raise ArgumentError(f"TG-ARGS-017: {name} is {value}. It must be positive{'; ' + cure if cure else ''}.")
+        raise ArgumentError(f"TG-ARGS-017: {name} is {value}. It must be positive{'; ' + fix if fix else ''}.")

@@ -111,7 +111,7 @@ def _reduce(error: TracegradError) -> tuple[object, ...]:
 
 
 class ServerError(TracegradError):
-    """A server that did not answer or cannot be used. The message names the server, its response and the remedy."""
+    """A server that did not respond or cannot be used. The message names the server, its response and the remedy."""
 
 
 class RefusedFields(ServerError):

@@ -42,22 +42,22 @@ class Failure:
 
     Args:
         kind: "raised"; "late" (exceeded its time limit); "died" (its process ended); "wrong" (a value of another kind).
-        words: description, on one line.
-        where: file, line and function in the user's code, "" if that is not known.
+        message: description, on one line.
+        location: file, line and function in the user's code, "" if that is not known.
         traceback: as Python prints it. Only the last 8192 characters are kept.
     """
 
     kind: Literal["raised", "late", "died", "wrong"]
-    words: str
-    where: str = ""
+    message: str
+    location: str = ""
     traceback: str = ""
 
     def __str__(self) -> str:
-        return escape_terminal(f"{self.words} ({self.where})" if self.where else self.words)
+        return escape_terminal(f"{self.message} ({self.location})" if self.location else self.message)
 
     def as_dict(self) -> dict[str, str]:
         """Return the fields as a dict, for a record."""
-        return {"kind": self.kind, "words": self.words, "where": self.where, "traceback": self.traceback}
+        return {"kind": self.kind, "message": self.message, "location": self.location, "traceback": self.traceback}
 
 
 class UserCodeError(TracegradError):
@@ -77,7 +77,7 @@ def failure_of(error: BaseException) -> Failure:
     >>> try:
     ...     {}["lamp"]
     ... except KeyError as error:
-    ...     print(failure_of(error).words)
+    ...     print(failure_of(error).message)
     KeyError: 'lamp'
     """
     if isinstance(error, UserCodeError):
@@ -122,7 +122,7 @@ async def await_within(seconds: float | None, work: Any, what: str) -> Any:
     """Await `work` for at most `seconds`. Work that swallows its cancellation is abandoned.
 
     Raises:
-        Failed: "late" if the limit is exceeded, "raised" if `work` raises or cancels itself.
+        UserCodeError: "late" if the limit is exceeded, "raised" if `work` raises or cancels itself.
     """
     task = asyncio.ensure_future(_without_exit(work))
     try:
@@ -190,12 +190,14 @@ class UserThread:
         """Return the value of `function(*args)`, run with the caller's context variables.
 
         Raises:
-            Failed: if it raises or takes longer than `seconds`, or if too many abandoned threads hang.
+            UserCodeError: if it raises or takes longer than `seconds`, or if too many abandoned threads hang.
         """
         if self._jobs is None:
             if UserThread._hung >= HUNG_THREADS:
                 raise UserCodeError(
-                    Failure("late", f"{what}: {HUNG_THREADS} threads hang in functions past their time limit")
+                    Failure(
+                        "late", f"{what}: {HUNG_THREADS} threads are stuck in functions that exceeded their time limit"
+                    )
                 )
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(target=_serve_jobs, args=(self._jobs,), daemon=True)
@@ -211,7 +213,7 @@ class UserThread:
                 raise
             where = self._position()
             self._abandon()
-            raise UserCodeError(replace(failed.failure, where=where)) from None
+            raise UserCodeError(replace(failed.failure, location=where)) from None
         except asyncio.CancelledError:
             self._abandon()
             raise
@@ -240,8 +242,8 @@ def _count_returned() -> None:
     UserThread._hung -= 1
 
 
-def _serve_jobs(ask: Any) -> None:
-    while (job := ask.get()) is not None:
+def _serve_jobs(jobs: Any) -> None:
+    while (job := jobs.get()) is not None:
         run, function, args, answer = job
         try:
             answer(run(function, *args), None)
@@ -267,7 +269,7 @@ def _answer(
 
 
 TRACEBACK_SIGNAL = signal.SIGUSR1
-"""Signal that asks a process to write its current traceback."""
+"""Signal on which a process writes its current traceback."""
 TRACEBACK_TIMEOUT_S = 1.0
 """Seconds that a process has for writing its traceback."""
 CUDA_AFTER_FORK = ("Cannot re-initialize CUDA in forked subprocess", "CUDA error: initialization error")
@@ -283,16 +285,16 @@ class ProcessPool:
     Args:
         functions: functions by name.
         count: maximum number of processes at once.
-        bytes_held: limit of a pickled value, in bytes. A larger value is refused.
+        max_value_bytes: limit of a pickled value, in bytes. A larger value raises an error.
     """
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], *, count: int = 2, bytes_held: int = 64 << 20
+        self, functions: Mapping[str, Callable[..., Any]], *, count: int = 2, max_value_bytes: int = 64 << 20
     ) -> None:
         if count < 1:
-            raise ArgumentError(f"TG-CODE-001: count is {count}. No process would run anything. Pass 1 or more.")
+            raise ArgumentError(f"TG-CODE-001: count is {count}, and at least one process is needed. Pass 1 or more.")
         self._functions = dict(functions)
-        self._bytes = bytes_held
+        self._bytes = max_value_bytes
         self._slots = asyncio.Semaphore(count)
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
@@ -308,8 +310,8 @@ class ProcessPool:
         """Return the value of the function `name`.
 
         Raises:
-            Failed: if it raises, takes longer than `seconds` or ends its process, or if arguments or value cannot be
-                sent.
+            UserCodeError: if it raises, takes longer than `seconds` or ends its process, or if arguments or value
+                cannot be sent.
         """
         async with self._slots:
             process = self._idle.pop() if self._idle else _Process(self._functions, self._bytes)
@@ -340,11 +342,11 @@ class ProcessPool:
 class _Process:
     """One process and the pipe to it."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], bytes_held: int) -> None:
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], max_bytes: int) -> None:
         context = get_context("fork")
         self._pipe, child_pipe = context.Pipe()
         self._trace = tempfile.NamedTemporaryFile("w+", prefix="tracegrad-", suffix=".trace")  # noqa: SIM115
-        self._bytes = bytes_held
+        self._bytes = max_bytes
         self.ended = False
         self._process = context.Process(
             target=_serve_calls, args=(child_pipe, functions, self._trace.name), daemon=True
@@ -378,7 +380,7 @@ class _Process:
             return None, Failure("died", f"{name} ended its process (exit status {self._process.exitcode})")
         except OSError as error:
             self.kill(keep=True)
-            return None, Failure("died", f"{name}: nothing could be read from its process: {one_line(error)}")
+            return None, Failure("died", f"{name}: the result could not be read from its process: {one_line(error)}")
         except Exception as error:
             return None, Failure("wrong", f"{name}: a value that cannot be read back: {one_line(error)}")
 
@@ -453,21 +455,21 @@ def _failure(name: str, error: BaseException) -> Failure:
     failure = failure_of(error)
     if not any(text in one_line(cause) for cause in _chain(error) for text in CUDA_AFTER_FORK):
         return failure
-    words = (
+    message = (
         f"{name} uses CUDA, but it runs in a process forked from one that has initialized CUDA, where CUDA does not "
-        f"work. Keep the models and tensors of {name} on the CPU, ask a server for what needs the GPU, or write {name} "
-        f"as `async def`: asynchronous functions run in the main process. It raised {failure.words}"
+        f"work. Keep the models and tensors of {name} on the CPU, call a server for work on the GPU, or write {name} "
+        f"as `async def`: asynchronous functions run in the main process. It raised {failure.message}"
     )
-    return replace(failure, words=words)
+    return replace(failure, message=message)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception and those it was raised from or during."""
-    seen: list[BaseException] = []
+    visited: list[BaseException] = []
     current: BaseException | None = error
-    while current is not None and current not in seen:
+    while current is not None and current not in visited:
         yield current
-        seen.append(current)
+        visited.append(current)
         current = current.__cause__ or current.__context__
 
 
@@ -478,15 +480,15 @@ _folders: set[Path] = set()
 def load_module(path: str | Path) -> ModuleType:
     """Run a file as Python runs a script, and return it as a module.
 
-    - A file runs once, and again only after it changed. All names taken from it belong to one module.
+    - A file runs once, and again only after it changed. All names imported from it belong to one module.
     - It can import files next to it. Two folders can have files of the same name.
-    - The module is called like the file, so that its classes can be pickled. If another module has the name, a number
+    - The module has the name of the file, so that its classes can be pickled. If another module has the name, a number
       is added.
 
     Raises:
         OSError: if there is no such file, or it is a pipe, a socket or a device.
         ImportError: if it is not a Python file.
-        Exception: whatever running it raises.
+        Exception: any exception that the file raises.
     """
     path = Path(path).resolve()
     refuse_special(path)
@@ -500,7 +502,7 @@ def load_module(path: str | Path) -> ModuleType:
     name = _modules[path][1].__name__ if path in _modules else _unused_name(path.stem)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     _put_first_on_path(path.parent)
     importlib.invalidate_caches()
     previous, module = sys.modules.get(name), importlib.util.module_from_spec(spec)

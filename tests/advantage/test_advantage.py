@@ -59,8 +59,8 @@ def test_a_trace_without_a_score_stands_outside_the_baseline():
 def test_a_group_of_one_is_an_explicit_choice():
     with pytest.raises(ArgumentError, match=r"TG-ADV-009.*2.*9"):
         group_mean([1.0, 0.0, 3.0], [0, 0, 9])
-    assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], singleton="zero").tolist() == [0.5, -0.5, 0.0]
-    assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], singleton="keep").tolist() == [0.5, -0.5, 3.0]
+    assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], single_sample_group="zero").tolist() == [0.5, -0.5, 0.0]
+    assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], single_sample_group="keep").tolist() == [0.5, -0.5, 3.0]
 
 
 def test_a_singleton_among_unscorable_traces_is_one_too():
@@ -91,7 +91,7 @@ def test_options_that_say_nothing_are_refused(options, message):
 
 def test_unknown_singleton_policy_and_bad_rewards_are_refused():
     with pytest.raises(ArgumentError, match="TG-ADV-008"):
-        group_mean([1.0], [0], singleton="drop")
+        group_mean([1.0], [0], single_sample_group="drop")
     with pytest.raises(ArgumentError, match=r"TG-ADV-010.*1.*inf"):
         group_mean([1.0, float("inf")], [0, 0])
     with pytest.raises(ArgumentError, match="TG-ADV-007"):
@@ -124,7 +124,7 @@ def test_trl_sums_several_rewards_and_leaves_out_those_that_are_none(scale, weig
     table = several(seed)
     theirs = trl_advantages(torch.tensor(table), 8, scale, weights=None if weights is None else torch.tensor(weights))
     options = {} if scale == "none" else {"scale": {"group": "std", "batch": "batch_std"}[scale], "ddof": 1}
-    ours = group_mean(weighted_sum(table, weights), np.arange(32) // 8, singleton="zero", **options)
+    ours = group_mean(weighted_sum(table, weights), np.arange(32) // 8, single_sample_group="zero", **options)
     np.testing.assert_allclose(ours, theirs, rtol=2e-7, atol=1e-8)
 
 
@@ -132,7 +132,7 @@ def test_trl_sums_several_rewards_and_leaves_out_those_that_are_none(scale, weig
 def test_trl_normalises_each_reward_first_as_gdpo_does(seed):
     table = several(seed)
     theirs = trl_advantages(torch.tensor(table), 8, "group", "normalize_then_sum")
-    each = normalize_then_sum(table, np.arange(32) // 8, ddof=1, singleton="zero")
+    each = normalize_then_sum(table, np.arange(32) // 8, ddof=1, single_sample_group="zero")
     ours = whiten(each, ddof=1, eps=1e-4, eps_in="deviation")
     np.testing.assert_allclose(ours, theirs, rtol=2e-7, atol=1e-7)  # TRL divides its counts in float32
 
@@ -141,7 +141,7 @@ def test_trl_normalises_each_reward_first_as_gdpo_does(seed):
 def test_trl_leaves_one_out_the_same_way(seed):
     rewards, groups = several(seed)[:, 0], np.arange(32) // 8
     theirs = trl_rloo(torch.tensor(rewards), 8, normalize=False)
-    np.testing.assert_allclose(rloo(rewards, groups, singleton="zero"), theirs, rtol=2e-7, atol=1e-8)
+    np.testing.assert_allclose(rloo(rewards, groups, single_sample_group="zero"), theirs, rtol=2e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 5.0])
@@ -164,8 +164,8 @@ def several(seed):
 def test_leaving_one_out_compares_with_the_mean_of_the_others():
     # 6 with (0 + 3) / 2, 0 with (6 + 3) / 2, 3 with (6 + 0) / 2; group 1 is ragged: 1 with 0
     assert rloo([6.0, 0.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1]).tolist() == [4.5, -4.5, 0.0, 1.0, -1.0]
-    assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="keep").tolist() == [5.0, 1.0, 0.0]
-    assert rloo([5.0, 1.0, NAN], [0, 1, 1], singleton="zero").tolist() == [0.0, 0.0, 0.0]
+    assert rloo([5.0, 1.0, NAN], [0, 1, 1], single_sample_group="keep").tolist() == [5.0, 1.0, 0.0]
+    assert rloo([5.0, 1.0, NAN], [0, 1, 1], single_sample_group="zero").tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ArgumentError, match=r"TG-ADV-009.*0.*4"):
         rloo([5.0], [4])
 
@@ -239,7 +239,7 @@ def test_a_reward_that_is_none_adds_nothing_and_all_of_them_make_a_trace_unscora
     table = [[1.0, 10.0], [3.0, NAN], [NAN, NAN]]
     np.testing.assert_array_equal(weighted_sum(table, [1.0, 0.1]), [2.0, 3.0, NAN])
     # column 0: 1 and 3 -> -1, 1; column 1 has one reward in its group
-    each = normalize_then_sum(table, [0, 0, 0], ddof=0, eps=0.0, singleton="zero")
+    each = normalize_then_sum(table, [0, 0, 0], ddof=0, eps=0.0, single_sample_group="zero")
     np.testing.assert_array_equal(each, [-1.0, 1.0, NAN])
     with pytest.raises(ArgumentError, match="TG-ADV-009"):
         normalize_then_sum(table, [0, 0, 0], ddof=0)

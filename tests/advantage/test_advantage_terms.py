@@ -131,7 +131,8 @@ def test_gae_between_one_step_and_all():
 def token_baseline(**options):
     """Two traces of group 5 with two and three terms, and one of group 6; every w is 1 - 2 * 0.5 + 0.5 = 0.5."""
     trace = [0, 0, 1, 1, 1, 2]
-    given = {"logprobs": np.log(np.full(6, 0.5)), "sum_pi_squared": np.full(6, 0.5), "eps": 0.0, "singleton": "zero"}
+    given = {"logprobs": np.log(np.full(6, 0.5)), "sum_pi_squared": np.full(6, 0.5)}
+    given |= {"eps": 0.0, "single_sample_group": "zero"}
     rewards = [1.0, 3.0, 0.0, 0.0, 2.0, 7.0]
     return optimal_token_baseline(rewards, [5, 5, 6], trace, **given | options).tolist()
 
@@ -139,7 +140,7 @@ def token_baseline(**options):
 def test_the_token_baseline_compares_terms_at_the_same_step():
     # step 1: returns 4 and 2 with W 0.5 each; step 2: 3 and 2 with 1 each; step 3: one trace is left
     assert token_baseline(tail="zero") == pytest.approx([1.0, 0.5, -1.0, -0.5, 0.0, 0.0])
-    assert token_baseline(tail="keep", singleton="keep") == pytest.approx([1.0, 0.5, -1.0, -0.5, 2.0, 7.0])
+    assert token_baseline(tail="keep", single_sample_group="keep") == pytest.approx([1.0, 0.5, -1.0, -0.5, 2.0, 7.0])
 
 
 def test_importance_weights_enter_the_token_baseline_squared():
@@ -162,7 +163,7 @@ def test_the_token_baseline_leaves_out_unscorable_traces_and_refuses_what_has_no
     )
     assert found.tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0])
     with pytest.raises(ArgumentError, match=r"TG-ADV-009.*6"):
-        token_baseline(tail="keep", singleton="refuse")
+        token_baseline(tail="keep", single_sample_group="error")
     with pytest.raises(ArgumentError, match=r"TG-ADV-027.*5.*2"):
         token_baseline(tail="keep", sum_pi_squared=[0.5] * 5 + [NAN])
     with pytest.raises(ArgumentError, match="TG-ADV-026"):

@@ -59,7 +59,7 @@ def align(tokenizer, *records, **options):
 
 
 def reasons(sequences):
-    return {name[:3] for name in sequences.drift.table()}
+    return {name[:3] for name in sequences.alignment_report.table()}
 
 
 def test_recorded_ids_are_spliced_between_what_the_template_supplies(tokenizer):
@@ -74,7 +74,7 @@ def test_recorded_ids_are_spliced_between_what_the_template_supplies(tokenizer):
     assert found.turn[found.trainable].tolist() == [0] * len(sampled[0]) + [1] * len(sampled[1])
     values = [-0.25 * (k + 1) for ids in sampled for k in range(len(ids))]
     assert found.rollout_logprobs[found.trainable].tolist() == values
-    assert len(found.drift) == 0
+    assert len(found.alignment_report) == 0
     assert np.isnan(found.rollout_logprobs[~found.trainable]).all()
 
 
@@ -171,7 +171,7 @@ def test_a_logprob_of_zero_is_a_logprob(tokenizer, value):
     record = chat(tokenizer, ["alpha<|im_end|>"])
     record["messages"][2]["logprobs"]["content"][0]["logprob"] = value
     found = align(tokenizer, record)
-    assert len(found.drift) == 0
+    assert len(found.alignment_report) == 0
     assert found.rollout_logprobs[found.trainable][0] == 0.0
 
 
@@ -212,7 +212,7 @@ def test_logprobs_without_text_whose_count_fits_are_trained_on_request_only(toke
     turn["logprobs"] = [-0.5] * count
     guessed, asked = align(tokenizer, record), align(tokenizer, record, assume_canonical=True)
     assert (guessed.tier == 5).sum() == (asked.tier == 5).sum() == count
-    assert guessed.trainable.sum() == guessed.drift.exact == 0
+    assert guessed.trainable.sum() == guessed.alignment_report.exact == 0
     assert guessed.tiers() == {"T5": {"tokens": count, "trainable": 0, "generations": 1}}
     assert asked.rollout_logprobs[asked.trainable].tolist() == [-0.5] * count
 
@@ -314,7 +314,7 @@ def test_every_shape_of_the_example_is_held_with_its_logprobs(tokenizer, recorde
     assert tiers["T0"]["tokens"] > 10_000
     assert tiers["T1"]["tokens"] > 10_000
     assert tiers["T2"]["tokens"] > 20_000
-    assert found.drift.rate < 0.01
+    assert found.alignment_report.rate < 0.01
     valid = ~np.isnan(found.rollout_logprobs[found.trainable])
     assert valid.all()
     assert (found.rollout_logprobs[found.trainable] <= 0).all()
@@ -335,7 +335,7 @@ def test_a_trace_that_cannot_be_rendered_is_a_located_error_or_left_out(tokenize
         align(tokenizer, good, bad)
     found = align(tokenizer, good, bad, on_error="skip")
     assert found.trace_ids == ("t",)
-    assert "broken" in found.drift.errors[0]
+    assert "broken" in found.alignment_report.errors[0]
 
 
 def test_strip_logprobs_leaves_nothing_that_align_could_take_for_numbers(tokenizer, recorded):

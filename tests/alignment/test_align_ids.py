@@ -157,14 +157,16 @@ def test_a_space_that_two_entries_have_is_assumed_on_request_only(tmp_path):
     row = record(
         user("q"), said(" é", bytes=[[32], [0xC3], [0xA9]], logprobs=[-0.1, -0.2, -0.3], finish_reason="length")
     )
-    found, asked, lenient = (align(ours, row, **more) for more in ({}, {"assume_canonical": True}, {"lenient": True}))
+    found, asked, allow_unknown_ids = (
+        align(ours, row, **more) for more in ({}, {"assume_canonical": True}, {"allow_unknown_ids": True})
+    )
     assert trained(found) == []
     assert reasons(found) == {"R33"}
-    assert found.drift.count.tolist() == [1, 3]  # the doubt, and what is left out for it
+    assert found.alignment_report.count.tolist() == [1, 3]  # the doubt, and what is left out for it
     space, lead, rest = 3 + 256, 3 + 0xC3, 3 + 0xA9
     assert trained(asked) == [space, lead, rest]
     assert asked.tier[asked.trainable].tolist() == [4, 2, 2]
-    assert trained(lenient) == [lead, rest]
+    assert trained(allow_unknown_ids) == [lead, rest]
 
 
 # Bounds of the model.
@@ -201,7 +203,7 @@ def test_an_id_that_only_the_model_has_is_a_token(wide, id_):
     found = align(wide, record(user("q"), said(wide.decode([30]), ids, prompt_token_ids=prompt)))
     assert trained(found) == ids
     assert found.ids.tolist() == prompt + ids
-    assert found.drift.exact == 3
+    assert found.alignment_report.exact == 3
     assert "R25" not in reasons(found)
     assert wide.decode_bytes(ids) == wide.decode_bytes([30, 2])
 
@@ -223,10 +225,10 @@ def test_an_id_that_the_model_does_not_have_loses_the_turn_and_all_of_it_is_coun
         return None
     assert not found.trainable.any()
     assert found.ids.max(initial=0) < ROWS
-    rows = found.drift.reason == 25
-    assert found.drift.count[rows].tolist() == [len(ids)]
-    assert found.drift.recorded == len(ids)
-    assert found.drift.exact == 0
+    rows = found.alignment_report.reason == 25
+    assert found.alignment_report.count[rows].tolist() == [len(ids)]
+    assert found.alignment_report.recorded == len(ids)
+    assert found.alignment_report.exact == 0
     return None
 
 
@@ -244,7 +246,7 @@ def test_a_sampling_mask_is_bounded_too(wide, id_):
     assert trained(right) == SAMPLED
     assert "sampling_mask" in right.extras
     assert trained(wrong) == []
-    assert wrong.drift.count[wrong.drift.reason == 25].tolist() == [3]
+    assert wrong.alignment_report.count[wrong.alignment_report.reason == 25].tolist() == [3]
 
 
 def test_what_the_tokenizer_makes_is_bounded_by_the_model_too(tmp_path):
@@ -318,7 +320,7 @@ def test_every_recorded_token_is_trained_or_counted_by_a_finding_of_its_turn(gen
         turn = message["generation"]
         recorded.append(len(next(turn[k] for k in ("token_ids", "bytes", "tokens", "logprobs") if k in turn)))
     found = align(TOKENIZER, copy.deepcopy(row))
-    drift = found.drift
+    drift = found.alignment_report
     assert drift.recorded == sum(recorded)
     left_out = 0
     for turn, count in enumerate(recorded):

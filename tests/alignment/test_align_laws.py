@@ -35,7 +35,7 @@ def test_every_sampled_token_stands_once_with_its_own_logprob(generated):
         assert found.ids[here].tolist() == ids
         assert found.rollout_logprobs[here].tolist() == np.float32(values(number, ids)).tolist()
     assert found.trainable.sum() == sum(map(len, generated))
-    assert found.drift.recorded == found.drift.exact == found.trainable.sum()
+    assert found.alignment_report.recorded == found.alignment_report.exact == found.trainable.sum()
 
 
 @QUIET
@@ -53,7 +53,12 @@ def test_every_array_has_the_length_it_should_have(generated):
     tokens = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
     assert {len(getattr(found, name)) for name in tokens} == {found.cu_seqlens[-1]}
     assert len(found.trace) == len(found.cu_seqlens) - 1
-    assert len(found.drift.reason) == len(found.drift.detail) == len(found.drift.trace) == len(found.drift.count)
+    assert (
+        len(found.alignment_report.reason)
+        == len(found.alignment_report.detail)
+        == len(found.alignment_report.trace)
+        == len(found.alignment_report.count)
+    )
 
 
 def stripped(full, kind):
@@ -101,7 +106,7 @@ def test_what_a_recorder_hides_is_never_guessed_wrong(generated):
         messages += [user("q"), said(content(ids), tokens=hidden, logprobs=values(0, ids))]
     found = recover_ids(tg.Traces.from_records([record(*messages)]), TOKENIZER)
     true = np.array([i for ids in generated for i in ids])
-    assert (found.ids[found.known] == true[found.known]).all()
+    assert (found.ids[found.is_known] == true[found.is_known]).all()
 
 
 @QUIET
@@ -116,7 +121,7 @@ def test_writing_and_reading_keeps_all_of_it(tmp_path_factory, generated):
         assert np.array_equal(before.ids, other.ids)
         assert np.array_equal(before.trainable, other.trainable)
         assert np.array_equal(before.rollout_logprobs, other.rollout_logprobs, equal_nan=True)
-        assert before.drift.detail == other.drift.detail
+        assert before.alignment_report.detail == other.alignment_report.detail
 
 
 @QUIET

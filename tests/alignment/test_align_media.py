@@ -53,14 +53,14 @@ def answer(tokenizer, text="red", **more):
 def assert_held(found, turns):
     """Every sampled token stands in a branch, untrained, and is counted once under R32."""
     assert reasons(found) >= {"R32"}
-    rows = found.drift.reason == 32
-    assert found.drift.turn[rows].tolist() == turns
-    for turn, count in zip(turns, found.drift.count[rows], strict=True):
+    rows = found.alignment_report.reason == 32
+    assert found.alignment_report.turn[rows].tolist() == turns
+    for turn, count in zip(turns, found.alignment_report.count[rows], strict=True):
         here = found.turn == turn
         assert count == here.sum() > 0
         assert not (found.trainable & here).any()
-    assert found.holds_media.any()
-    assert found.drift.exact == found.trainable.sum()
+    assert found.has_unknown_media.any()
+    assert found.alignment_report.exact == found.trainable.sum()
 
 
 @QUIET
@@ -71,7 +71,7 @@ def test_a_part_that_is_no_text_holds_what_was_sampled_behind_it(tokenizer, word
     found = align(tokenizer, record(asked(*parts), answer(tokenizer, **prompt)))
     assert trained(found) == []
     assert_held(found, [0])
-    assert "part of message 0" in found.drift.detail[found.drift.reason.tolist().index(32)]
+    assert "part of message 0" in found.alignment_report.detail[found.alignment_report.reason.tolist().index(32)]
 
 
 @QUIET
@@ -79,8 +79,8 @@ def test_a_part_that_is_no_text_holds_what_was_sampled_behind_it(tokenizer, word
 def test_parts_of_text_alone_are_trained(tokenizer, words):
     found = align(tokenizer, record(asked(*words), answer(tokenizer)))
     assert trained(found) == ids_of(tokenizer, "red<|im_end|>")
-    assert not found.holds_media.any()
-    assert found.drift.rate == 0
+    assert not found.has_unknown_media.any()
+    assert found.alignment_report.rate == 0
 
 
 @pytest.mark.parametrize("key", ["images", "image", "audio", "videos", "multi_modal_data"])
@@ -89,7 +89,7 @@ def test_media_beside_the_content_of_a_message_are_seen(tokenizer, key):
     for nothing in (None, []):
         found = align(tokenizer, record({**user("look"), key: nothing}, answer(tokenizer)))
         assert found.trainable.any()
-        assert not found.holds_media.any()
+        assert not found.has_unknown_media.any()
 
 
 def test_turns_before_a_picture_are_trained_and_all_behind_it_are_held(tokenizer):
@@ -128,7 +128,7 @@ def test_a_placeholder_that_was_sampled_is_text(tokenizer):
     first, second = (said("", drawn, prompt_token_ids=head), answer(tokenizer, prompt_token_ids=again))
     found = align(tokenizer, record(first, second))
     assert trained(found) == [*drawn, *ids_of(tokenizer, "red<|im_end|>")]
-    assert not found.holds_media.any()
+    assert not found.has_unknown_media.any()
 
 
 def test_a_placeholder_that_only_the_server_repeated_holds_the_turn(tmp_path):
@@ -175,16 +175,16 @@ def test_align_mode_holds_them_too(tokenizer, recorded):
     message = user("look") if recorded else asked(*MEDIA[:1])
     found = align(tokenizer, record(message, answer(tokenizer, **prompt)), mode="align")
     assert trained(found) == []
-    assert found.holds_media.all()
-    assert found.drift.exact == 0
+    assert found.has_unknown_media.all()
+    assert found.alignment_report.exact == 0
 
 
 def test_what_holds_media_is_known_of_what_was_saved(tokenizer, tmp_path):
     rows = [record(user("q"), answer(tokenizer), id="a"), record(asked(*MEDIA[:1]), answer(tokenizer), id="b")]
     found = align(tokenizer, *rows)
     found.save(tmp_path / "saved")
-    assert found.holds_media.tolist() == [False, True]
-    assert tg.Sequences.load(tmp_path / "saved").holds_media.tolist() == [False, True]
+    assert found.has_unknown_media.tolist() == [False, True]
+    assert tg.Sequences.load(tmp_path / "saved").has_unknown_media.tolist() == [False, True]
 
 
 def test_the_doctor_calls_a_file_with_pictures_wrong(tmp_path):
@@ -211,7 +211,7 @@ def test_the_doctor_counts_turns_whose_ids_are_guessed(tmp_path):
         bare(row)
     found = diagnosed(rows, tmp_path)
     assert names(found)["guessed_ids"] == "COSTS"
-    assert found.terms == 0
+    assert found.trained_tokens == 0
     account = IngestSummary("f")
     for asked in (False, True):
         account.add(tg.align(tg.Traces.from_records(rows), load(MODEL), assume_canonical=asked))

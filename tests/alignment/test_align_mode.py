@@ -28,7 +28,7 @@ def test_canonical_turns_are_the_same_in_both_modes(chatml):
     assert trained(rendered) == trained(splice)
     count = splice.tokens
     assert np.array_equal(rendered.rollout_logprobs[:count], splice.rollout_logprobs, equal_nan=True)
-    assert len(rendered.drift) == 0
+    assert len(rendered.alignment_report) == 0
 
 
 def cut(tokenizer):
@@ -45,7 +45,7 @@ def test_a_rendered_token_that_is_several_sampled_ones_is_masked_and_strict_mask
     strict = align(chatml, trace, mode="align")
     assert trained(strict) == red
     assert reasons(strict) == {"R01"}
-    assert f"exact_prefix_len {len(red)}" in strict.drift.detail[0]
+    assert f"exact_prefix_len {len(red)}" in strict.alignment_report.detail[0]
     loose = align(chatml, trace, mode="align", strict=False)
     assert trained(loose) == [*red, *lamp, EOS]
     summed = align(chatml, trace, mode="align", strict=False, merge="sum")
@@ -94,6 +94,6 @@ def test_options_without_effect_are_refused(chatml):
     with pytest.raises(ArgumentError, match="TG-ALIGN-002"):
         align(chatml, whole(chatml, "red"), merge="sum")
     with pytest.raises(ArgumentError, match="TG-ALIGN-003"):
-        align(chatml, whole(chatml, "red"), mode="align", lenient=True)
+        align(chatml, whole(chatml, "red"), mode="align", allow_unknown_ids=True)
     with pytest.raises(ArgumentError, match=r"TG-ARGS-008.*mode"):
         align(chatml, whole(chatml, "red"), mode="guess")

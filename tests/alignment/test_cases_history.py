@@ -56,7 +56,7 @@ def test_case_26_with_the_training_template_it_is_one_branch(family):
     found = align(tokenizer, trace)
     assert found.branches == 1
     assert trained(found) == ids[0] + ids[1]
-    assert len(found.drift) == 0
+    assert len(found.alignment_report) == 0
 
 
 def test_case_27_an_inserted_empty_thought_is_scaffold(family):
@@ -224,7 +224,7 @@ def test_case_43_of_a_call_made_again_only_the_used_answer_stays(family):
     assert found.branches == 1
     assert text(tokenizer, trained(found)) == "lamp<|im_end|>two<|im_end|>"
     assert reasons(found) == {"R30"}
-    assert found.drift.count.tolist() == [len(ids_of(tokenizer, "red<|im_end|>"))]
+    assert found.alignment_report.count.tolist() == [len(ids_of(tokenizer, "red<|im_end|>"))]
 
 
 def test_case_44_a_stop_token_that_is_also_the_next_header_counts_once(family):
@@ -255,7 +255,7 @@ def test_case_45_a_return_that_is_an_end_in_the_history_is_one_named_edit(family
     assert found.branches == 1
     assert trained(found) == first + last
     assert reasons(found) == {"R07"}
-    assert len(found.drift) == 1
+    assert len(found.alignment_report) == 1
 
 
 def test_case_46_the_separator_behind_a_turn_is_the_templates(family):
@@ -289,7 +289,7 @@ def test_case_54_an_expanded_image_shifts_nothing_that_is_text(family):
     found = align(tokenizer, record(user(content), said("red", sampled, prompt_token_ids=expanded)))
     assert branch(found, 0) == [*expanded, *sampled]
     assert reasons(found) == {"R29", "R32"}
-    assert found.drift.count.tolist() == [255, len(sampled)]
+    assert found.alignment_report.count.tolist() == [255, len(sampled)]
     assert not found.trainable.any()
     assert text(tokenizer, found.ids[(found.source == 0) & (found.ids != pad)]).startswith("look ")
 

@@ -89,7 +89,7 @@ def test_case_02_tokens_behind_the_stop_string_are_counted_and_left_out(chatml):
     found = align(chatml, record(user("q"), message))
     assert trained(found) == ids[:1]
     assert reasons(found) == {"R08"}
-    assert found.drift.count.tolist() == [3]
+    assert found.alignment_report.count.tolist() == [3]
 
 
 HELLO = "Hello! How can I help you today?"
@@ -103,7 +103,7 @@ def test_case_03_recorded_ids_are_exact_and_the_stop_token_is_trained(chatml):
     after = int(np.flatnonzero(found.turn == 0)[-1]) + 1
     assert text(chatml, found.ids[after : after + 1]) == "\n"
     assert found.source[after] == 1
-    assert len(found.drift) == 0
+    assert len(found.alignment_report) == 0
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_case_21_zero_is_a_logprob(chatml, value):
     ids = [*ids_of(chatml, "red"), EOS]
     found = align(chatml, record(user("q"), said("red", ids, logprobs=[value, *[-0.5] * (len(ids) - 1)])))
     assert found.rollout_logprobs[found.trainable][0] == 0.0
-    assert len(found.drift) == 0
+    assert len(found.alignment_report) == 0
 
 
 def test_case_22_a_logprob_too_few_leaves_the_turn_without(chatml):
@@ -329,7 +329,7 @@ def test_case_50_ids_of_another_tokenizer_are_one_finding(chatml):
     found = align(chatml, record(user("q"), said("the price of a red lamp is 5", ids)))
     assert trained(found) == []
     assert reasons(found) == {"R26"}
-    assert len(found.drift) == 1
+    assert len(found.alignment_report) == 1
 
 
 def test_case_51_a_lone_surrogate_is_an_error_in_a_message_and_unknown_in_a_token(chatml):
@@ -359,7 +359,7 @@ def test_case_53_a_text_with_endless_ways_to_cut_it_ends_soon(chatml):
     found = recover_ids(
         tg.Traces.from_records([record(user("q"), said("\ufffd" * count + "a", logprobs={"content": entries}))]), chatml
     )
-    assert found.known.tolist() == [False] * count + [True]
+    assert found.is_known.tolist() == [False] * count + [True]
     assert set(found.reason[:count]) == {3}
 
 
@@ -412,6 +412,6 @@ def test_case_15_ids_in_range_are_no_proof_of_the_tokenizer(qwen):
     assert recover_ids(tg.Traces.from_records([response]), qwen).ids.tolist() == ids
     assert right.generations[0].token_ids.tolist() == ids
     found = recover_ids(tg.Traces.from_records([response]), other)
-    assert not found.known.any()
-    drift = tg.align(tg.Traces.from_records([response]), other).drift
+    assert not found.is_known.any()
+    drift = tg.align(tg.Traces.from_records([response]), other).alignment_report
     assert [drift.reasons[code][:3] for code in drift.reason if drift.reasons[code].startswith("R26")] == ["R26"]

@@ -78,7 +78,7 @@ def talks(server, example):
 def test_forty_turns_by_tokens_are_one_branch_where_re_rendered_ones_fork(talks, example):
     forks, written = {}, {}
     for by, (found, traces, sequences, tokenizer) in talks.items():
-        assert sequences.drift.rate == 0
+        assert sequences.alignment_report.rate == 0
         assert agree(example, sequences)
         forks[by] = sequences.branches - len(traces)
         drawn = [call["response"]["choices"][0] for one in found for call in one.record["calls"]]
@@ -114,7 +114,7 @@ def test_what_the_parsers_make_of_ids_is_what_chat_makes_of_text(server, example
     told = {}
     for by in ("tokens", "chat"):
         found, _, sequences, _ = played(server, example, shop, tasks, by)
-        assert sequences.drift.rate == 0
+        assert sequences.alignment_report.rate == 0
         told[by] = [(plain(one.completion), one.finish_reason, one.record["reward"]) for one in found]
     assert told["tokens"] == told["chat"]
     assert any(message.get("tool_calls") for talk, *_ in told["tokens"] for message in talk)

@@ -56,7 +56,7 @@ def test_a_greeting_with_tokens_and_no_prompt_is_held(tokenizer):
     sequences = tg.align(tg.Traces.from_records([record]), tokenizer, text_only=True)
     trained = [int(i) for i, one in zip(sequences.ids, sequences.trainable, strict=True) if one]
     assert tokenizer.decode(trained) == "no<|im_end|>"
-    assert sequences.drift.table()["R31 prompt_mismatch"]["tokens"] == len(ids)
+    assert sequences.alignment_report.table()["R31 prompt_mismatch"]["tokens"] == len(ids)
 
 
 def test_what_follows_a_system_message_was_sampled(tokenizer):

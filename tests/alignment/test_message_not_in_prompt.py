@@ -37,7 +37,7 @@ def call(messages, answer="yo", **response):
 
 def found(record, tokenizer, **options):
     options = {"text_only": True, **options}
-    drift = tg.align(tg.Traces.from_records([record]), tokenizer, **options).drift
+    drift = tg.align(tg.Traces.from_records([record]), tokenizer, **options).alignment_report
     rows = [n for n, code in enumerate(drift.reason) if drift.reasons[code] == "R36 message_not_in_prompt"]
     return [(int(drift.trace[n]), int(drift.turn[n]), drift.detail[n]) for n in rows]
 
@@ -198,7 +198,7 @@ def test_the_bundled_files_have_none():
     files = sorted(Path("examples/quickstart").glob("*.jsonl*"))
     assert files
     for file in files:
-        drift = tg.align(tg.read(file), tokenizer).drift
+        drift = tg.align(tg.read(file), tokenizer).alignment_report
         assert "R36 message_not_in_prompt" not in drift.table()
 
 

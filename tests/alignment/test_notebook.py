@@ -168,12 +168,12 @@ def shown():
     record = {"id": EVIL, "group": EVIL, "reward": 1, "messages": [{"role": "user", "content": "?"}]}
     traces = tg.Traces.from_records([record])
     arrays = tg.Sequences.from_arrays([5, 6], [0, 2], [NAN, -0.5], [False, True], rewards=[1.0], group=[0])
-    [step] = tg.pack(arrays, np.ones(1), token_budget=8)
+    [step] = tg.pack(arrays, np.ones(1), tokens_per_row=8)
     found = Diagnosis(EVIL, 1, 2, 3, ())
     return {
         "Traces": (traces, "Traces(1 traces, 1 groups)"),
         "Sequences": (arrays, "Sequences(1 traces, 1 branches, 2 tokens, 1 trainable, drift 0.000%)"),
-        "Drift": (arrays.drift, "AlignmentReport(0 findings, rate=0.000%, 0 traces left out)"),
+        "Drift": (arrays.alignment_report, "AlignmentReport(0 findings, rate=0.000%, 0 traces left out)"),
         "Step": (step, "Step(1 terms, 1 traces, 1 groups; here 1 rows of 2 tokens)"),
         "Objective": (tg.presets.DAPO, None),
         "Recipe": (tg.recipes.find("DAPO"), None),

@@ -91,7 +91,7 @@ def test_a_trace_that_is_left_out_moves_no_mask(tmp_path):
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(tmp_path / "model"), on_error="skip")
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    assert sequences.drift.left_out == (0,)
+    assert sequences.alignment_report.left_out == (0,)
     assert [int(sequences.trainable[owner == at].sum()) for at in (0, 1)] == [8, 8]
 
 
@@ -110,9 +110,9 @@ def test_a_call_that_is_not_listed_is_named_and_the_command_stays(tmp_path):
     found, names = diagnosed(scored([answer(**CALLING)] * 5 + [answer()] * 15), tmp_path)
     assert "lost_chunks" not in names, "nothing was streamed"
     hits = names["unlisted_calls"].hits
-    assert (hits.count, hits.of, names["unlisted_calls"].severity.name) == (5, 20, "COSTS")
-    assert hits.found == "8 tokens listed, of the words and not of the call, usage counts 20"
-    assert found.following.startswith("tracegrad train")
+    assert (hits.count, hits.total, names["unlisted_calls"].severity.name) == (5, 20, "COSTS")
+    assert hits.description == "8 tokens listed, for the words but not for the call, usage counts 20"
+    assert found.next_command.startswith("tracegrad train")
 
 
 def test_a_listed_call_is_no_finding(tmp_path):
@@ -135,7 +135,7 @@ def test_an_aborted_stream_is_trained_as_far_as_it_goes(tokenizer, tmp_path):
 def test_a_gap_is_told_once(tmp_path):
     _, names = diagnosed(scored([answer(PIECES[:2] + PIECES[4:])] + [answer()] * 19), tmp_path)
     assert "lost_chunks" not in names
-    assert names["broken_turns"].hits.found == "the listed tokens spell 9 of the message's 12 bytes"
+    assert names["broken_turns"].hits.description == "the listed tokens spell 9 of the message's 12 bytes"
 
 
 @pytest.mark.parametrize(("broken", "severity"), [(1, "COSTS"), (9, "COSTS"), (10, "WRONG")])
@@ -144,7 +144,7 @@ def test_aborted_streams_take_the_command_only_where_they_are_half(tmp_path, bro
     assert names["broken_turns"].severity.name == severity
     assert names["broken_turns"].hits.count == broken
     assert "lost_chunks" not in names
-    assert bool(found.following) == (severity == "COSTS")
+    assert bool(found.next_command) == (severity == "COSTS")
 
 
 @pytest.mark.parametrize(("short", "severity"), [(1, "COSTS"), (2, "WRONG")])
@@ -161,6 +161,6 @@ def test_what_a_run_says_of_turns_without_logprobs(tokenizer, tmp_path):
     sequences = replace(tg.align(tg.read(path), tokenizer), temperature=np.ones(3, np.float32))
     config = Config(data=Data(on_error="skip", logprob_kind="processed"))
     assert check_ratios(sequences, presets.TIS, config) == [
-        "2 traces hold text without logprobs, or of another model (T6): such turns are left out, and 1 traces that "
-        "hold nothing else to train."
+        "2 traces contain text without logprobs, or text of another model (level T6): such turns are left out, and 1 "
+        "traces have nothing else to train."
     ]

@@ -67,7 +67,7 @@ def test_what_is_put_together_of_pieces_is_what_the_whole_text_gives(case):
     sequences = tg.align(tg.Traces.from_records([{"group": "g", "reward": 1.0, "messages": messages}]), ours)
     end = spans[-1][1]
     assert sequences.ids.tolist()[:end] == whole[:end]
-    assert sequences.drift.table() == {}
+    assert sequences.alignment_report.table() == {}
     assert [n for n, trained in enumerate(sequences.trainable) if trained] == [
         n for span in spans for n in range(*span)
     ]
@@ -111,7 +111,7 @@ def test_recorded_ids_in_between_go_on_in_their_branch(case):
     sequences = tg.align(tg.Traces.from_records([{"reward": 1.0, "messages": messages}]), ours)
     end = spans[-1][1]
     assert sequences.ids.tolist()[:end] == whole[:end]
-    assert sequences.drift.table() == {}
+    assert sequences.alignment_report.table() == {}
 
 
 def test_sampled_ids_that_no_tokenizer_would_give_stay_and_the_rest_is_as_in_its_place(case):
@@ -159,7 +159,7 @@ def test_a_text_that_is_joined_with_what_was_sampled_is_a_finding(tmp_path):
     user = {"role": "user", "content": "a"}
     sequences = tg.align(tg.Traces.from_records([{"reward": 1.0, "messages": [user, turn, user, last]}]), ours)
 
-    assert sequences.drift.table()["R27 normalizer_changed"]["findings"] == 1
+    assert sequences.alignment_report.table()["R27 normalizer_changed"]["findings"] == 1
     conversation = tg.Conversation(ours, [user])
     conversation.prompt_ids()
     conversation.append([id_of["b"]])

@@ -37,7 +37,7 @@ def test_generation_tags_are_seen():
 
 def test_a_template_that_refuses_says_nothing_about_it():
     found = probe(Template("{{ raise_exception('no') }}"))
-    assert found.prompt_is_prefix is found.trims is found.closer is None
+    assert found.prompt_is_prefix is found.trims is found.turn_end is None
     assert found.warnings() == []
 
 
@@ -51,6 +51,6 @@ def test_variables_change_what_is_found():
 
 def test_a_tokenizer_has_a_probe_that_can_be_kept():
     found = load(EXAMPLE).probe()
-    assert found.closer == "<|im_end|>\n"
+    assert found.turn_end == "<|im_end|>\n"
     assert found.warnings() == []
     assert json.loads(json.dumps(found.as_dict()))["history_is_prefix"] is True

@@ -292,7 +292,7 @@ def test_the_record_names_its_server(fingerprint, folder):
     tokenizer, named = with_template(None, folder), FINGERPRINTS[fingerprint]
     one = record(tokenizer, user("q"))
     one["response"]["system_fingerprint"] = fingerprint
-    found = tg.align(tg.Traces.from_records([one]), tokenizer).drift.server_profiles
+    found = tg.align(tg.Traces.from_records([one]), tokenizer).alignment_report.server_profiles
     assert found == {named or "vllm (assumed)": 1}
 
 
@@ -303,11 +303,11 @@ def test_which_rules_were_taken_is_reported(folder):
     exact = record(tokenizer, user("q"))
     exact["response"]["prompt_token_ids"] = [5]
     traces = tg.Traces.from_records([bare, said, url, exact])
-    assert tg.align(traces, tokenizer).drift.server_profiles == {"sglang": 1, "vllm (assumed)": 2}
-    assert tg.align(traces, tokenizer, server_profile="tgi").drift.server_profiles == {"tgi": 3}
+    assert tg.align(traces, tokenizer).alignment_report.server_profiles == {"sglang": 1, "vllm (assumed)": 2}
+    assert tg.align(traces, tokenizer, server_profile="tgi").alignment_report.server_profiles == {"tgi": 3}
     weighed = record(tokenizer, user("q"))
     weighed["response"]["metadata"] = {"weight_version": "7"}
-    assert tg.align(tg.Traces.from_records([weighed]), tokenizer).drift.server_profiles == {"sglang": 1}
+    assert tg.align(tg.Traces.from_records([weighed]), tokenizer).alignment_report.server_profiles == {"sglang": 1}
     with pytest.raises(tg.TracegradError, match=r"TG-ARGS-008.*server_profile"):
         tg.align(traces, tokenizer, server_profile="ollama")
 
@@ -368,7 +368,7 @@ def test_messages_keep_their_places_where_systems_are_joined(folder):
     ]
     sequences = tg.align(tg.Traces.from_records([{"reward": 1, "calls": calls}]), tokenizer)
     assert sequences.branches == 1
-    assert sequences.drift.table() == {}
+    assert sequences.alignment_report.table() == {}
     assert tokenizer.decode(sequences.ids.tolist()) == (
         "<|im_start|>system\nd<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
         "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>"
@@ -385,7 +385,7 @@ def test_recorded_prompt_ids_are_compared_with_the_server_s_prompt(folder):
         GOLDEN["two parts, llama"].replace("What is two plus two?\nBe short.", "a\nb")
     ).tolist()
     sequences = tg.align(tg.Traces.from_records([one]), tokenizer)
-    assert sequences.drift.table() == {}
+    assert sequences.alignment_report.table() == {}
     given = np.flatnonzero(sequences.source == 0)
     assert tokenizer.decode(sequences.ids[given].tolist()) == "a\nb"
 

@@ -62,7 +62,7 @@ def compared(url, request, template, tokenizer):
         return None
     theirs = response.pop("prompt_token_ids")
     sequences = tg.align(tg.Traces.from_records([{"reward": 1, "request": request, "response": response}]), tokenizer)
-    assert sequences.drift.server_profiles == {"vllm": 1}, sequences.drift.server_profiles
+    assert sequences.alignment_report.server_profiles == {"vllm": 1}, sequences.alignment_report.server_profiles
     return theirs, beginning(sequences)
 
 

@@ -83,8 +83,8 @@ def test_the_recording_is_as_hard_as_it_should_be(recorded):
 def test_no_id_is_wrong(recorded, recovered):
     sampled = np.concatenate([choice["token_ids"] for record in recorded for choice in choices(record)])
     assert len(sampled) == len(recovered.ids)
-    assert (recovered.ids[recovered.known] == sampled[recovered.known]).all()
-    assert (recovered.reason[~recovered.known] > 0).all()
+    assert (recovered.ids[recovered.is_known] == sampled[recovered.is_known]).all()
+    assert (recovered.reason[~recovered.is_known] > 0).all()
 
 
 def test_what_an_exhaustive_search_determines_is_recovered_and_nothing_else(recorded, recovered, vocabulary):
@@ -109,7 +109,7 @@ def test_what_an_exhaustive_search_determines_is_recovered_and_nothing_else(reco
             determined += sum(len(ids) == 1 for ids in found)
             at += len(texts)
     assert at == len(recovered.ids)
-    assert determined == recovered.known.sum()
+    assert determined == recovered.is_known.sum()
 
 
 def test_of_the_trained_example_nearly_all_is_recovered_and_nothing_wrong(example, tokenizer):
@@ -123,4 +123,4 @@ def test_of_the_trained_example_nearly_all_is_recovered_and_nothing_wrong(exampl
     lost = sum(mine != true for mine, true in zip(ours, made, strict=True))
     assert len(made) > 1000
     assert lost <= 0.01 * len(made)
-    assert bare.known.mean() > 0.995
+    assert bare.is_known.mean() > 0.995

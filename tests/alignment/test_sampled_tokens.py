@@ -86,7 +86,7 @@ def test_a_whole_stream_is_exact_and_one_that_lost_chunks_is_not_trained(chatml)
     lost = align(chatml, streamed(chatml, lambda n: not 10 <= n < 16))
     assert int(lost.trainable.sum()) == 0
     assert reasons(lost) == {"R28"}
-    assert lost.drift.detail[0] == "the listed tokens spell 18 of the 24 tokens that usage counts"
+    assert lost.alignment_report.detail[0] == "the listed tokens spell 18 of the 24 tokens that usage counts"
     # Usage alone tells of a chunk whose tokens are not in a value: the line break and the closing tag.
     tail = align(chatml, streamed(chatml, lambda n: n not in (21, 22) and n != 0))
     assert int(tail.trainable.sum()) == 0
@@ -283,7 +283,7 @@ def test_a_turn_ends_where_its_text_ends(chatml):
         got = align(chatml, record(user("q"), said(content, ids, **more)))
         left = len(ids) - len(trained(got))
         assert trained(got) == ids[: len(ids) - left]
-        assert got.drift.count.tolist() == ([left] if left else [])
+        assert got.alignment_report.count.tolist() == ([left] if left else [])
         assert reasons(got) <= {"R08"}
         return text(chatml, trained(got))
 
@@ -354,7 +354,7 @@ def test_the_marker_of_the_next_role_is_the_stop_token_of_text(glm, chatml):
     assert got.branches == 1
     # Nothing stands behind the last turn: that no stop is trained there is counted.
     assert reasons(got) == {"R06"}
-    assert got.drift.recorded == 5
+    assert got.alignment_report.recorded == 5
     assert align(glm, {"messages": talk()}).trainable.sum() == 0
     calls = [{"type": "function", "function": {"name": "get", "arguments": "{}"}}]
     tool = [*talk(tool_calls=calls)[:2], {"role": "tool", "content": "7"}, {"role": "assistant", "content": "no"}]

@@ -146,7 +146,7 @@ def example(groups=(0, 1, 1), names=("red", "blue")):
         reward_names=("a", "b"),
         extras={"experts": np.arange(36, dtype=np.uint8).reshape(9, 2, 2)},
     )
-    return replace(s, drift=found, trace_ids=("é", "b\n", "c"), group_names=names)
+    return replace(s, alignment_report=found, trace_ids=("é", "b\n", "c"), group_names=names)
 
 
 def check_same(a: Sequences, b: Sequences):
@@ -158,8 +158,12 @@ def check_same(a: Sequences, b: Sequences):
             assert one == other, name
     assert set(a.extras) == set(b.extras)
     assert all(same(array, b.extras[name]) for name, array in a.extras.items())
-    assert a.drift.table() == b.drift.table()
-    assert (a.drift.detail, a.drift.errors, a.drift.rate) == (b.drift.detail, b.drift.errors, b.drift.rate)
+    assert a.alignment_report.table() == b.alignment_report.table()
+    assert (a.alignment_report.detail, a.alignment_report.errors, a.alignment_report.rate) == (
+        b.alignment_report.detail,
+        b.alignment_report.errors,
+        b.alignment_report.rate,
+    )
 
 
 def test_sequences_come_back_as_they_were_saved(tmp_path):
@@ -181,8 +185,12 @@ def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     assert both.trace.tolist() == [0, 1, 1, 2, 3, 4, 4, 5]
     assert both.cu_seqlens.tolist() == [0, 3, 6, 7, 9, 12, 15, 16, 18]
     assert both.cu_turns.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert both.drift.trace.tolist() == [1, 4]
-    assert (both.drift.recorded, both.drift.exact, len(both.drift.errors)) == (8, 6, 2)
+    assert both.alignment_report.trace.tolist() == [1, 4]
+    assert (both.alignment_report.recorded, both.alignment_report.exact, len(both.alignment_report.errors)) == (
+        8,
+        6,
+        2,
+    )
     assert both.extras["experts"].shape == (18, 2, 2)
 
 
@@ -201,7 +209,7 @@ def test_loaded_sequences_are_packed_like_the_ones_in_memory(tmp_path):
 
     s = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [-1] * 5, [False, True, True, False, True])
     s.save(tmp_path)
-    [one], [other] = (pack(x, [1.0, -1.0], token_budget=4) for x in (s, Sequences.load(tmp_path)))
+    [one], [other] = (pack(x, [1.0, -1.0], tokens_per_row=4) for x in (s, Sequences.load(tmp_path)))
     assert np.array_equal(one.origin, other.origin)
     assert np.array_equal(one.batches[0].ids, other.batches[0].ids)
 
@@ -415,7 +423,7 @@ def test_links_pipes_and_folders_are_not_followed(tmp_path):
         there = tmp_path / "a" / name
         there.rename(tmp_path / "aside")
         there.symlink_to(tmp_path / "b" / name)
-        with pytest.raises(ReadError, match=r"a link.*cp -"):
+        with pytest.raises(ReadError, match=r"TG-STORE-0(14|28).*cp -"):
             Sequences.load(tmp_path / "a")
         there.unlink()
         (tmp_path / "aside").rename(there)

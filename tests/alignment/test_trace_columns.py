@@ -45,7 +45,7 @@ def example():
         exact=0,
     )
     tier = np.array([255, 0, 3, 255, 1, 6], np.uint8)
-    return replace(one, tier=tier, drift=found, trace_ids=("é", "b"), group_names=("g", "h"))
+    return replace(one, tier=tier, alignment_report=found, trace_ids=("é", "b"), group_names=("g", "h"))
 
 
 def test_a_trace_is_a_row():

@@ -31,20 +31,20 @@ def test_two_collectors_play_what_the_file_says_and_the_trainer_plays_its_evalua
     (folder / "key").write_text("a secret of the servers")
     with PolicyServer() as server:
         server.key = "a secret of the servers"
-        told = {"servers": [server.url], "key_file": "key", "out": "o", "evaluation": "shop_clerk.py:fresh"}
-        path = written(folder, **told, rewards=["shop_clerk.py:short"], weights=[0.5])
+        told = {"servers": [server.url], "key_file": "key", "out": "o", "eval_tasks": "shop_clerk.py:fresh"}
+        path = written(folder, **told, rewards=["shop_clerk.py:short"], reward_weights=[0.5])
         processes = [collector(path, f"{mine}/2") for mine in range(2)]
         assert main(["online", path, "--trainer-only", "--online.steps", "3"]) == 0
         said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert [row["eval_tasks"] for row in rows(folder / "o") if "eval_reward" in row] == [3, 3]
     groups = {}
-    for place, traces in GroupReader(folder / "o" / "played").look():
+    for place, traces in GroupReader(folder / "o" / "played").read_new():
         groups.setdefault(place.file, []).append(int(traces.groups[0]))
     assert sorted(sorted(each) for each in groups.values()) == [[0, 2, 4], [1, 3, 5]]  # steps_ahead 0: 3 steps of 2
     for mine, words in enumerate(said):
-        assert f"collector {mine} of 2, from 0, plays into {folder / 'o' / 'played'}" in words
-        assert "played   12 trajectories in 3 groups; 0 failed; the run is over" in words
+        assert f"collector {mine} of 2, from 0, writes rollouts to {folder / 'o' / 'played'}" in words
+        assert "rollout  12 trajectories in 3 groups; 0 failed; the run has ended" in words
     for trace in played(folder / "o"):
         assert trace.reward == pytest.approx(0.5 * trace.rewards["short"])
 
@@ -65,7 +65,7 @@ def test_a_collector_that_is_stopped_says_how_to_go_on(folder):
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "stopped on request" in said
-    assert f"go on    tracegrad online {path} --collect 0/2\n" in said
+    assert f"resume   tracegrad online {path} --collect 0/2\n" in said
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_a_collector_that_is_stopped_says_how_to_go_on(folder):
         (["--collect", "0/1", "--online.steps", "3"], {}, r"--online\.steps has no effect on a collector"),
         (["--collect", "0/1"], {"out": None}, "out is missing"),
         (["--collect", "0/1"], {"tasks": None}, "tasks is missing"),
-        (["--collect", "0/1"], {"agent": None}, "neither an agent, an environment nor rewards"),
-        (["--trainer-only", "--online.sync", "lora"], {}, r"online\.sync is 'lora'"),
+        (["--collect", "0/1"], {"agent": None}, "agent, environment and rewards are all missing"),
+        (["--trainer-only", "--online.weight_sync", "lora"], {}, r"online\.weight_sync is 'lora'"),
     ],
 )
 def test_what_a_collector_cannot_be_told_is_said_at_once(folder, capsys, flags, told, why):
@@ -99,4 +99,4 @@ def test_a_trainer_that_plays_nothing_needs_neither_tasks_nor_what_plays_them(fo
         assert dry(capsys, written(folder, **told))[0] == 1
         code, out, err = dry(capsys, written(folder, **told), "--trainer-only")
     assert code == 0, err
-    assert "from tasks that collectors play" in out
+    assert "from tasks of remote collectors" in out

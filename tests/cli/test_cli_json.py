@@ -57,7 +57,7 @@ OBJECTIVE = ("--objective", "DAPO_DIRECT")
 
 def test_what_is_recorded_and_trained_on(folder, server, capsys, monkeypatch):
     monkeypatch.chdir(folder)
-    quick = ["--samples", "2", "--play.max_tokens", "8"]
+    quick = ["--group-size", "2", "--rollout.max_tokens", "8"]
     command = ["record", "shop_clerk.py:agent", "--server", server.url, "--out", "o", "--tasks", "shop_clerk.py:fresh"]
     found, _ = told(capsys, *command, *quick)
     assert (found["trajectories"], found["groups"], found["failed"], found["before"]) == (6, 3, 0, 0)
@@ -89,8 +89,8 @@ def test_a_proxy_says_first_where_it_is_and_at_last_what_it_has_recorded(tmp_pat
 
 
 def table():
-    """The codes of docs/your-logs.md and what they mean."""
-    page = (DOCS / "your-logs.md").read_text()
+    """The codes of docs/configuration.md and what they mean."""
+    page = (DOCS / "configuration.md").read_text()
     rows = re.findall(r"^\| ([0-9, ]+) \| (.+) \|$", page[page.index("| exit code |") :], re.MULTILINE)
     return {int(code): meaning for codes, meaning in rows for code in codes.split(",")}
 

@@ -21,17 +21,21 @@ torch.set_num_threads(1)
 
 def test_a_run_is_what_its_file_says(folder, server, capsys, monkeypatch):
     monkeypatch.chdir(folder.parent)
-    told = {"environment": "shop_clerk.py:Talk", "agent": None, "evaluation": "shop_clerk.py:fresh", "out": "done"}
-    told |= {"servers": [server.url], "rewards": ["shop_clerk.py:short", "shop_clerk.py:one"], "weights": [0.5, 2.0]}
+    told = {"environment": "shop_clerk.py:Talk", "agent": None, "eval_tasks": "shop_clerk.py:fresh", "out": "done"}
+    told |= {
+        "servers": [server.url],
+        "rewards": ["shop_clerk.py:short", "shop_clerk.py:one"],
+        "reward_weights": [0.5, 2.0],
+    }
     assert main(["online", written(folder, **told)]) == 0
     out = folder / "done"  # beside the file, wherever it is called
     found = rows(out)
     assert [row["step"] for row in found if "loss" in row] == [1, 2]
     assert [row["eval_tasks"] for row in found if "eval_reward" in row] == [3, 3]
-    assert all(row["sync_max"] < 1e-4 for row in found if "loss" in row)
+    assert all(row["weight_check/max"] < 1e-4 for row in found if "loss" in row)
     kept = json.loads((out / "run.json").read_text())
-    assert kept["online"] == asdict(OnlineConfig(steps=2, steps_ahead=0, refill=1))
-    assert kept["play"] == asdict(RolloutConfig(samples=4, max_tokens=12, turns=1))
+    assert kept["online"] == asdict(OnlineConfig(steps=2, steps_ahead=0, max_resample_factor=1))
+    assert kept["rollout"] == asdict(RolloutConfig(group_size=4, max_tokens=12, max_turns=1))
     assert kept["objective"] == repr(tg.presets.DAPO_DIRECT)
     assert config.load(out / "config.toml").optimizer.lr == 2e-3
     for trace in played(out):
@@ -44,12 +48,12 @@ def test_a_run_is_what_its_file_says(folder, server, capsys, monkeypatch):
 
 def test_a_run_goes_on_with_what_it_was_told(folder, server, capsys):
     path = written(folder, servers=[server.url], out="done")
-    assert main(["online", path, "--online.steps", "1", "--optimizer.lr", "1e-3", "--play.samples", "3"]) == 0
+    assert main(["online", path, "--online.steps", "1", "--optimizer.lr", "1e-3", "--rollout.group_size", "3"]) == 0
     assert main(["online", path, "--online.steps", "1"]) == 1
     err = capsys.readouterr().err
-    assert "holds a run. A new one would be mixed with it. Go on with --resume, or give another --out." in err
+    assert "already contains a run. Pass --resume to continue it, or another --out." in err
     (folder / "run.toml").write_text(
-        (folder / "run.toml").read_text().replace("samples = 4\n", "").replace("lr = 2e-3", "")
+        (folder / "run.toml").read_text().replace("group_size = 4\n", "").replace("lr = 2e-3", "")
     )
     assert main(["online", path, "--resume"]) == 0
     assert [row["step"] for row in rows(folder / "done")] == [1, 2]
@@ -65,19 +69,21 @@ def test_a_dry_run_says_that_vllm_would_run_in_this_process(folder, capsys):
 
 def test_a_dry_run_prints_a_file_that_says_the_same_and_changes_nothing(folder, server, capsys):
     sections = PLAY + "[engine]\nmax_model_len = 99\nhf_overrides = {a = 1, b = [1, 2]}\n"
-    path = written(folder, sections, servers=["in-process"], out="done", weights=[1.0], rewards="shop_clerk.py:short")
+    path = written(
+        folder, sections, servers=["in-process"], out="done", reward_weights=[1.0], rewards="shop_clerk.py:short"
+    )
     code, out, _ = dry(capsys, path, "--train.seed", "3", "--engine.max_num_seqs", "7")
     assert code == 0
-    toml, _, rest = out.partition("would    take")
-    assert "2 steps of 2 groups of 4 trajectories, from 8 tasks" in rest
+    toml, _, rest = out.partition("dry run ")
+    assert "2 optimizer steps of 2 groups of 4 trajectories, from 8 tasks" in rest
     assert not (folder / "done").exists()
     (folder / "again.toml").write_text("\n".join(line for line in toml.splitlines() if not line.startswith("#")))
     ours, theirs = (
         run_file.read(folder / "run.toml", {}, [("train.seed", "3"), ("engine.max_num_seqs", "7")], False),
         run_file.read(folder / "again.toml", {}, [], False),
     )
-    assert (ours.named, ours.config, ours.online, ours.engine) == (
-        theirs.named,
+    assert (ours.inputs, ours.config, ours.online, ours.engine) == (
+        theirs.inputs,
         theirs.config,
         theirs.online,
         theirs.engine,
@@ -89,7 +95,7 @@ def test_a_server_of_the_command_line_goes_over_the_one_that_the_file_would_star
     path = written(folder, PLAY + "[engine]\nmax_model_len = 99\n", python="/nowhere/python", out="done")
     before = server.calls, server.pushes
     code, out, _ = dry(capsys, path, "--server", server.url)
-    assert (code, "which serve 'clerk'" in out, "max_model_len" in out) == (0, True, False)
+    assert (code, "with model 'clerk'" in out, "max_model_len" in out) == (0, True, False)
     assert (server.calls, server.pushes) == before
     assert main(["online", path, "--server", server.url, "--online.steps", "1"]) == 0
     capsys.readouterr()
@@ -98,7 +104,7 @@ def test_a_server_of_the_command_line_goes_over_the_one_that_the_file_would_star
         for told in ([path, "--dry-run"], [path]):
             assert main(["online", *told]) == 1
             idle = "--python" if more else "engine.seed"
-            assert f"servers are named, so that none is started, and {idle} has no effect" in capsys.readouterr().err
+            assert f"{idle} has no effect" in capsys.readouterr().err
     code, _, err = dry(capsys, path, "--server", server.url, "--engine.seed", "2")
     assert (code, "engine.seed has no effect" in err) == (1, True)
 
@@ -117,7 +123,7 @@ def test_the_command_line_goes_over_the_file_and_its_paths_lie_where_it_is_calle
     for left_out in ("--model", "--tasks", "--server"):
         at = right.index(left_out)
         assert dry(capsys, path, *right[:at], *right[at + 2 :])[0] == 1
-    quick = ["--online.steps", "1", "--play.samples", "2", "--pack.step_groups", "1"]
+    quick = ["--online.steps", "1", "--rollout.group_size", "2", "--train.groups_per_step", "1"]
     assert main(["online", path, *right, *quick]) == 0
     assert (folder.parent / "here" / "steps.jsonl").exists()
     assert "DR_GRPO" in (folder.parent / "here" / "config.toml").read_text()
@@ -128,15 +134,15 @@ def test_a_run_begins_with_a_recipe_or_a_peers_config_and_what_is_told_wins_and_
     code, out, err = dry(capsys, path, "--recipe", "GSPO", "--advantage.ddof", "0")
     assert code == 0, err
     assert "# recipe   GSPO: objective = GSPO, advantage.baseline = group_mean, advantage.scale = std" in out
-    assert "# told     otherwise, which wins: advantage.ddof = 0 (not 1)" in out
+    assert "# override these options replace the recipe's: advantage.ddof = 0 (not 1)" in out
     assert all(line in out.split("\n") for line in ('preset = "GSPO"', 'scale = "std"', "ddof = 0", "lr = 0.002"))
     (folder / "theirs.json").write_text('{"loss_type": "dr_grpo", "num_train_epochs": 2, "learning_rate": 1e-4}')
-    code, out, err = dry(capsys, path, "--like", f"trl:{folder / 'theirs.json'}")
+    code, out, err = dry(capsys, path, "--from-config", f"trl:{folder / 'theirs.json'}")
     assert code == 0, err
-    assert "left out, as it is of training from a file: train.epochs = 2" in out
-    assert "# told     otherwise, which wins: optimizer.lr = 0.002 (not 0.0001)" in out
-    assert dry(capsys, path, "--like", f"trl:{folder / 'theirs.json'}", "--recipe", "GSPO")[0] == 1
-    quick = ["--online.steps", "1", "--play.samples", "2", "--pack.step_groups", "1", "--recipe", "DR_GRPO"]
+    assert "ignored, because only training from a file uses it: train.epochs = 2" in out
+    assert "# override these options replace the recipe's: optimizer.lr = 0.002 (not 0.0001)" in out
+    assert dry(capsys, path, "--from-config", f"trl:{folder / 'theirs.json'}", "--recipe", "GSPO")[0] == 1
+    quick = ["--online.steps", "1", "--rollout.group_size", "2", "--train.groups_per_step", "1", "--recipe", "DR_GRPO"]
     assert main(["online", path, *quick]) == 0
     assert 'preset = "DR_GRPO"' in (folder / "o" / "config.toml").read_text()
 
@@ -148,7 +154,7 @@ def test_a_server_is_started_by_the_interpreter_and_with_the_arguments_that_the_
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     path = written(folder, PLAY + "[engine]\nmax_model_len = 99\n", python="./fake", out="o")
     assert main(["online", path, "--engine.max_num_seqs", "7"]) == 1
-    assert "ended with status 3; it cannot be asked" in capsys.readouterr().err
+    assert "ended with status 3. Its last output" in capsys.readouterr().err
     called = (folder / "called").read_text()
     assert "--max-model-len=99" in called
     assert "--max-num-seqs=7" in called
@@ -158,7 +164,7 @@ def test_a_server_is_started_by_the_interpreter_and_with_the_arguments_that_the_
     other.chmod(0o755)
     code, out, _ = dry(capsys, path, "--python", str(other))
     assert code == 0
-    assert f"one is started by {other}" in out
+    assert f"vLLM is started by {other}" in out
     assert (folder / "other-called").exists()
 
 
@@ -169,7 +175,7 @@ def test_a_key_is_read_from_its_file(folder, capsys):
         assert dry(capsys, written(folder, **told))[0] == 1
         (folder / "key").write_text(server.key + "\n")
         assert dry(capsys, written(folder, **told, key_file="key"))[0] == 0
-        quick = ["--online.steps", "1", "--play.samples", "2", "--pack.step_groups", "1"]
+        quick = ["--online.steps", "1", "--rollout.group_size", "2", "--train.groups_per_step", "1"]
         assert main(["online", written(folder, **told, key_file="key"), *quick]) == 0
     assert "secret" not in (folder / "o" / "run.json").read_text()
 
@@ -186,7 +192,7 @@ def test_a_key_is_read_from_its_file(folder, capsys):
 )
 def test_every_way_to_play_can_be_named(folder, server, told, first):
     path = written(folder, servers=[server.url], out="o", **told)
-    quick = ["--online.steps", "1", "--play.samples", "2", "--pack.step_groups", "1"]
+    quick = ["--online.steps", "1", "--rollout.group_size", "2", "--train.groups_per_step", "1"]
     quick += ["--data.reward", "Theirs"] if first == {"Theirs"} else []
     assert main(["online", path, *quick]) == 0
     trace = played(folder / "o")[0]
@@ -196,7 +202,7 @@ def test_every_way_to_play_can_be_named(folder, server, told, first):
 
 @pytest.mark.nightly
 def test_tasks_that_are_iterated_end_the_run_or_say_where_they_broke(folder, server, capsys):
-    quick = ["--play.samples", "2", "--pack.step_groups", "1", "--online.steps", "3"]
+    quick = ["--rollout.group_size", "2", "--train.groups_per_step", "1", "--online.steps", "3"]
     told = {"servers": [server.url], "agent": "shop_clerk.py:agent"}
     assert main(["online", written(folder, **told, tasks="shop_clerk.py:breaking", out="a"), *quick]) == 1
     assert re.search(r"RuntimeError: no more today \(.*in breaking\)", capsys.readouterr().err)
@@ -207,4 +213,4 @@ def test_the_example_of_a_run_file_can_be_run(server, capsys, tmp_path):
     path = MODEL.parent.parent / "online" / "run.toml"
     code, out, err = dry(capsys, str(path), "--server", server.url, "--out", str(tmp_path))
     assert code == 0, err
-    assert "evaluate on 64 tasks" in out
+    assert "evaluation on 64 tasks" in out

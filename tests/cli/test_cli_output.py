@@ -70,7 +70,7 @@ def test_what_a_reward_function_prints_is_no_part_of_the_object(tmp_path):
 def test_what_an_agent_and_a_file_of_tasks_print_is_no_part_of_the_object(tmp_path, server):
     (tmp_path / "mine.py").write_text(NOISE + PLAYED)
     command = ["record", "mine.py:agent", "--tasks", "mine.py:tasks", "--server", server.url, "--out", "o", "--json"]
-    told, said = ended([*command, "--samples", "1", "--play.max_tokens", "2"], tmp_path)
+    told, said = ended([*command, "--group-size", "1", "--rollout.max_tokens", "2"], tmp_path)
     assert (told["trajectories"], told["failed"]) == (1, 0)
     for where in ("import", "agent"):
         assert [way for way in WAYS if f"{where} by {way}\n" not in said] == []

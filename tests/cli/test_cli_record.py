@@ -94,8 +94,8 @@ def record(folder, server, monkeypatch):
     for module in ("more", "shop_clerk"):
         sys.modules.pop(module, None)
 
-    def run(*arguments, tasks="shop_clerk.py:fresh", samples="2", quick=("--play.max_tokens", "8")):
-        told = ["--server", server.url, "--out", "o", "--tasks", tasks, *(["--samples", samples] if samples else ())]
+    def run(*arguments, tasks="shop_clerk.py:fresh", samples="2", quick=("--rollout.max_tokens", "8")):
+        told = ["--server", server.url, "--out", "o", "--tasks", tasks, *(["--group-size", samples] if samples else ())]
         return main(["record", *told, *arguments, *quick])
 
     return run
@@ -116,13 +116,13 @@ def test_tasks_are_played_once_in_their_order_and_written_by_groups(record, fold
     [path] = (folder / "o" / "played").iterdir()
     assert main(["doctor", str(path), "--model", str(MODEL)]) == 0
     assert "6 traces" in capsys.readouterr().out
-    assert tg.align(traces, tg.Tokenizer.from_pretrained(MODEL)).drift.rate == 0
+    assert tg.align(traces, tg.Tokenizer.from_pretrained(MODEL)).alignment_report.rate == 0
 
 
 def test_a_group_has_as_many_trajectories_as_it_is_told(record, folder):
     assert record("shop_clerk.py:agent", "--groups", "1", samples="3") == 0
     assert (
-        record("shop_clerk.py:agent", "--groups", "1", samples=None, quick=("--out", "p", "--play.max_tokens", "2"))
+        record("shop_clerk.py:agent", "--groups", "1", samples=None, quick=("--out", "p", "--rollout.max_tokens", "2"))
         == 0
     )
     assert (len(played(folder / "o")), len(played(folder / "p"))) == (3, 8)
@@ -132,11 +132,10 @@ def test_a_folder_is_added_to_where_that_is_told(record, folder, capsys):
     assert record("shop_clerk.py:agent", "--groups", "2") == 0
     assert record("shop_clerk.py:agent") == 1
     err = capsys.readouterr().err
-    assert "holds 2 groups. Others of the same names would be added" in err
-    assert "Go on with --resume, or give another --out." in err
+    assert "TG-ONLINE-024: o already contains 2 groups" in err
     assert "resume=" not in err
     assert record("shop_clerk.py:agent", "--resume") == 0
-    assert "2 trajectories in 1 groups, beside 2 that were there" in capsys.readouterr().out
+    assert "2 trajectories in 1 groups in addition to 2 from before" in capsys.readouterr().out
     assert sorted(played(folder / "o").groups) == ["0", "0", "1", "1", "2", "2"]
 
 
@@ -144,23 +143,23 @@ def test_where_no_group_came_to_stand_no_file_is_left(record, folder, capsys):
     assert record("shop_clerk.py:agent", "--server", "http://127.0.0.1:9") == 1
     assert "lists no model" in capsys.readouterr().err
     assert not list((folder / "o" / "played").iterdir())
-    assert record("shop_clerk.py:agent", "--groups", "1", "--play.max_tokens", "2") == 0
+    assert record("shop_clerk.py:agent", "--groups", "1", "--rollout.max_tokens", "2") == 0
     assert record("shop_clerk.py:agent", "--groups", "1", "--resume") == 0
     assert len(list((folder / "o" / "played").iterdir())) == 1
-    assert "0 trajectories in 0 groups, beside 1 that were there" in capsys.readouterr().out
+    assert "0 trajectories in 0 groups in addition to 1 from before" in capsys.readouterr().out
 
 
 def test_so_many_groups_are_played_at_once(record, capsys):
-    assert record("more.py:wide", "--parallel", "1", tasks="tasks.jsonl") == 0
+    assert record("more.py:wide", "--concurrency", "1", tasks="tasks.jsonl") == 0
     assert set(re.findall(r"most (\d+)", capsys.readouterr().out)) <= {"1", "2"}
     sys.modules["more"].most = 0
     assert record("more.py:wide", "--out", "p", tasks="tasks.jsonl") == 0
     assert "most 4" in capsys.readouterr().out
-    assert record("more.py:wide", "--parallel", "0", tasks="tasks.jsonl") == 1
+    assert record("more.py:wide", "--concurrency", "0", tasks="tasks.jsonl") == 1
 
 
 def test_options_of_playing_and_what_only_training_has(record, folder, server, capsys):
-    quick = ("--play.max_tokens", "5", "--play.temperature", "0.7", "--play.turns", "1")
+    quick = ("--rollout.max_tokens", "5", "--rollout.temperature", "0.7", "--rollout.max_turns", "1")
     assert record("more.py:twice", "--logprob-kind", "processed", quick=quick) == 0
     trace = played(folder / "o")[0]
     record_ = trace.to_dict()
@@ -170,7 +169,7 @@ def test_options_of_playing_and_what_only_training_has(record, folder, server, c
     assert "0.7" in json.dumps(record_)
     assert record("shop_clerk.py:agent", "--out", "p", quick=()) == 0
     assert played(folder / "p")[0].to_dict()["logprob_kind"] == "raw"
-    for name in ("online.steps", "online.sync", "optimizer.lr"):
+    for name in ("online.steps", "online.weight_sync", "optimizer.lr"):
         assert record("shop_clerk.py:agent", f"--{name}", "1") == 1
         assert f"{name} has no effect on record" in capsys.readouterr().err
 
@@ -201,7 +200,7 @@ def test_a_key_is_read_from_its_file(record, folder, capsys):
             "--groups",
             "1",
         ]
-        told += ["--samples", "1", "--play.max_tokens", "2"]
+        told += ["--group-size", "1", "--rollout.max_tokens", "2"]
         assert main([*told, "--out", "o"]) == 1
         assert main([*told, "--out", "p", "--key-file", "gone"]) == 1
         assert "gone: No such file" in capsys.readouterr().err
@@ -214,13 +213,13 @@ def test_what_cannot_be_recorded_is_said(record, capsys):
         assert record(*arguments, **told) == 1
         return capsys.readouterr().err
 
-    assert "neither an agent, an environment nor rewards" in said()
-    assert "agent and tools are both given" in said("shop_clerk.py:agent", "--tools", "shop_clerk.py:price")
+    assert "agent, environment and rewards are all missing" in said()
+    assert "agent and tools are both set" in said("shop_clerk.py:agent", "--tools", "shop_clerk.py:price")
     assert "gone.jsonl: No such file" in said("shop_clerk.py:agent", tasks="gone.jsonl")
-    assert "there is no agnet in it" in said("shop_clerk.py:agnet")
+    assert "TG-CLI-037" in said("shop_clerk.py:agnet")
     assert "--groups" not in said("shop_clerk.py:agent", "--groups", "0")
-    assert "in a row have failed" in said("more.py:failing", "--play.failures", "2")
-    assert "oldest trajectory under way" in said("more.py:slow", "--out", "p", "--play.patience", "0.3")
+    assert "in a row have failed" in said("more.py:failing", "--rollout.max_consecutive_failures", "2")
+    assert "oldest trajectory in flight" in said("more.py:slow", "--out", "p", "--rollout.stall_timeout_s", "0.3")
     assert "lists no model" in said("shop_clerk.py:agent", "--out", "q", "--server", "http://127.0.0.1:9")
 
 
@@ -235,7 +234,7 @@ def test_failures_that_end_with_the_tasks_are_said(record, capsys, monkeypatch):
             await asyncio.sleep(60)
 
     monkeypatch.setattr(Collector, "_group", group)
-    assert record("more.py:failing", "--play.failures", "2") == 1
+    assert record("more.py:failing", "--rollout.max_consecutive_failures", "2") == 1
     assert "in a row have failed" in capsys.readouterr().err
 
 
@@ -244,7 +243,7 @@ def test_it_needs_no_torch(folder, server):
         "async def agent(task, policy):\n    await policy.chat([{'role': 'user', 'content': 'q'}])\n    return 1.0\n"
     )
     told = ["record", str(folder / "plain.py") + ":agent", "--server", server.url, "--out", str(folder / "o")]
-    told += ["--tasks", str(folder / "tasks.jsonl"), "--samples", "1", "--play.max_tokens", "2"]
+    told += ["--tasks", str(folder / "tasks.jsonl"), "--group-size", "1", "--rollout.max_tokens", "2"]
     done = subprocess.run([*WITHOUT_TORCH, *told], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(played(folder / "o")) == 2
@@ -305,7 +304,7 @@ def test_options_of_the_proxy(tmp_path):
     with PolicyServer() as server:
         server.key = "a secret of the servers"
         (tmp_path / "secret").write_text(server.key)
-        more = ["--port", str(port), "--model", "clerk", "--idle", "0.2", "--logprob-kind", "processed"]
+        more = ["--port", str(port), "--model", "clerk", "--session-timeout", "0.2", "--logprob-kind", "processed"]
         with Running(tmp_path / "o", server.url, *more, "--key-file", str(tmp_path / "secret")) as proxy:
             assert proxy.url == f"http://127.0.0.1:{port}"
             assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "model": "another"})[0] == 200
@@ -331,7 +330,7 @@ def test_a_proxy_without_its_server_does_not_begin(tmp_path, capsys, server):
     assert "127.0.0.1:9" in capsys.readouterr().err
     assert main(["proxy", "--server", server.url, "--server", "http://127.0.0.1:9", "--out", str(tmp_path / "o")]) == 1
     assert "http://127.0.0.1:9" in capsys.readouterr().err
-    assert main(["proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--play.turns", "3"]) == 1
+    assert main(["proxy", "--server", server.url, "--out", str(tmp_path / "o"), "--rollout.max_turns", "3"]) == 1
     assert "no effect on proxy" in capsys.readouterr().err
 
 
@@ -347,10 +346,10 @@ def test_sessions_outlive_a_proxy_that_is_killed(tmp_path, server):
         proxy.process.wait(60)
     (out / "open" / "written.jsonl").write_bytes(left)  # as where it is killed before this was removed
     with Running(out, server.url) as proxy:
-        assert "1 sessions that the proxy before this one left open" in "".join(proxy.said)
+        assert "1 sessions of an earlier proxy" in "".join(proxy.said)
         told = ["proxy", "--server", server.url, "--out", str(out)]
         done = subprocess.run([*WITHOUT_TORCH, *told], capture_output=True, text=True, check=False)
-        assert (done.returncode, "another proxy's, which runs" in done.stderr) == (1, True), done.stderr
+        assert (done.returncode, "in use by another running proxy" in done.stderr) == (1, True), done.stderr
         assert proxy.ask("/s/a/v1/chat/completions", {**QUESTION, "stream": True, "n": 1})[0] == 200
         proxy.process.kill()
         proxy.process.wait(60)
@@ -416,11 +415,11 @@ def test_a_session_that_could_not_be_written_stays_open_and_its_reward_can_be_se
 
 
 def test_names_of_rewards_that_nobody_trains_on_are_free():
-    GroupFilter(free=True).check([{"rewards": {"a": 1.0}}])
+    GroupFilter(any_reward_name=True).check([{"rewards": {"a": 1.0}}])
     unknown = [{"reward": None, "rewards": {"a": None}}] * 2  # a function raised, or does not apply
     GroupFilter().check(unknown)
-    GroupFilter("a").check(unknown)
-    for trained, records in ((GroupFilter("b"), unknown), (GroupFilter(), [{"rewards": {"a": None}}])):
+    GroupFilter(("a",)).check(unknown)
+    for trained, records in ((GroupFilter(("b",)), unknown), (GroupFilter(), [{"rewards": {"a": None}}])):
         with pytest.raises(ArgumentError, match="TG-ONLINE-012"):
             trained.check(records)
 
@@ -453,11 +452,20 @@ def test_a_reward_that_fails_is_counted_located_and_shown_and_others_are_scored(
 
 
 def test_trajectories_without_a_reward_are_no_failures_and_are_said(record, folder, capsys):
-    quick = ("--play.max_tokens", "2", "--play.failures", "2", "--groups", "2", "--parallel", "1")
+    quick = (
+        "--rollout.max_tokens",
+        "2",
+        "--rollout.max_consecutive_failures",
+        "2",
+        "--groups",
+        "2",
+        "--concurrency",
+        "1",
+    )
     assert record("--rewards", "more.py:by_number", tasks="more.py:numbered", quick=quick) == 1
     err = capsys.readouterr().err
     assert "2 trajectories in a row have failed" in err
-    assert "The first: task 0, trajectory 0-0: reward function by_number: KeyError: 'lamp'" in err
+    assert "task 0, trajectory 0-0: reward function by_number: KeyError: 'lamp'" in err
     assert 'raise KeyError("lamp")' in err
     assert played(folder / "o").groups == ["0", "0"]
     assert record("--rewards", "more.py:by_number", "--resume", "--json", tasks="more.py:numbered", quick=quick) == 0
@@ -469,7 +477,7 @@ def test_functions_are_not_given_the_trajectories_that_failed(record, folder, ca
     assert record("more.py:half", "--rewards", "more.py:length") == 0
     for trace in played(folder / "o"):
         if trace.id.endswith("-0"):
-            assert (trace.reward, trace.to_dict()["failure"]["words"]) == (None, "RuntimeError: the world is gone")
+            assert (trace.reward, trace.to_dict()["failure"]["message"]) == (None, "RuntimeError: the world is gone")
         else:
             assert trace.reward == trace.rewards["length"] == -len(trace.messages[-1]["content"])
             assert trace.rewards["own"] == 7.0
@@ -490,7 +498,7 @@ def test_a_group_that_was_not_scored_is_scored_when_the_folder_is_taken_up_and_n
             raise TracegradError("the process ends here")
         return await scores(score, group)
 
-    how = ("more.py:half", "--rewards", "more.py:length", "--groups", "2", "--parallel", "2")
+    how = ("more.py:half", "--rewards", "more.py:length", "--groups", "2", "--concurrency", "2")
     with monkeypatch.context() as patched:
         patched.setattr(GroupScore, "__call__", ends)
         assert record(*how) == 1
@@ -505,12 +513,12 @@ def test_a_group_that_was_not_scored_is_scored_when_the_folder_is_taken_up_and_n
     assert "2 traces" in capsys.readouterr().out
     assert sorted(played(folder / "o").groups) == ["0", "0"]
     assert record(*how) == 1
-    assert "holds 1 groups and 1 that are not scored" in capsys.readouterr().err
+    assert "o already contains 1 groups and 1 unscored groups" in capsys.readouterr().err
     shutil.copy(folder / "o" / "unscored" / "1.jsonl.zst", folder / "o" / "unscored" / "0.jsonl.zst")
     assert record(*how, "--resume") == 0
     out = capsys.readouterr().out
-    assert "scoring  1 groups in o/unscored were played before and not scored" in out  # group 0 was
-    assert "2 trajectories in 1 groups, beside 1 that were there; 1 failed" in out
+    assert "scoring  1 groups in o/unscored that were not scored yet" in out  # group 0 was
+    assert "2 trajectories in 1 groups in addition to 1 from before; 1 failed" in out
     assert server.calls == asked
     traces = [trace for path in sorted((folder / "o" / "played").iterdir()) for trace in tg.read(path)]
     assert [trace.id for trace in traces] == ["0-0", "0-1", "1-0", "1-1"]
@@ -525,8 +533,8 @@ def test_a_group_that_cannot_be_scored_is_said_and_left_where_it_is(record, fold
     told = {"id": "0-0", "group": "0", "reward": None, "metadata": {"task": {"prompt": "else"}, "ended": "done"}}
     told["metadata"]["seconds"] = 1.0
     path = folder / "o" / "unscored" / "0.jsonl.zst"
-    with RunDirectory(folder / "o").locked():
-        UnscoredGroups(folder / "o").keep(0, [told if change == "another task" else {"id": "0-0"}])
+    with RunDirectory(folder / "o").lock():
+        UnscoredGroups(folder / "o").write(0, [told if change == "another task" else {"id": "0-0"}])
     if change == "bytes":
         path.write_bytes(b"no zstd, and longer than a header is")
     if change == "size":
@@ -534,7 +542,7 @@ def test_a_group_that_cannot_be_scored_is_said_and_left_where_it_is(record, fold
     before = path.read_bytes()
     assert record("--rewards", "more.py:length", "--resume", tasks="more.py:numbered") == 1
     err = capsys.readouterr().err
-    assert "unscored/0.jsonl.zst: the group that was played before cannot be scored" in err
+    assert "TG-ONLINE-001: o/unscored/0.jsonl.zst: " in err
     assert {"bytes": "frame", "another task": "another task", "no record": "metadata", "size": "claims"}[change] in err
     assert path.read_bytes() == before
 
@@ -549,8 +557,8 @@ def kills(completions, **columns):
 @pytest.mark.nightly
 def test_what_is_played_outlives_a_process_that_is_killed_while_it_is_scored(record, folder, server):
     (folder / "kills.py").write_text(KILLS)
-    told = ["record", "--server", server.url, "--out", "o", "--tasks", "tasks.jsonl", "--samples", "2"]
-    command = [*WITHOUT_TORCH, *told, "--play.max_tokens", "2", "--rewards"]
+    told = ["record", "--server", server.url, "--out", "o", "--tasks", "tasks.jsonl", "--group-size", "2"]
+    command = [*WITHOUT_TORCH, *told, "--rollout.max_tokens", "2", "--rewards"]
     done = subprocess.run([*command, "kills.py:kills"], capture_output=True, check=False)
     assert done.returncode == -signal.SIGKILL
     asked = server.calls

@@ -88,7 +88,7 @@ def raising(monkeypatch, raise_it):
 def test_the_verbs_of_these_tests_are_all_verbs(capsys):
     with pytest.raises(SystemExit):
         main(["nosuch"])
-    known = re.search(r"Known: (.*)\.", capsys.readouterr().err)[1]
+    known = re.search(r"Valid names: (.*)\.", capsys.readouterr().err)[1]
     assert set(ARGUMENTS) == set(known.split(", "))
 
 
@@ -165,7 +165,7 @@ def test_a_full_disk_on_standard_output_is_one_line(words, unbuffered, example):
         code, err = ended(words, full, unbuffered=unbuffered)
     assert code == 1
     assert err == (
-        "tracegrad: error: standard output: No space left on device. What was printed is not whole. "
+        "tracegrad: error: standard output: No space left on device. The output is incomplete. "
         "Free space there, or redirect it elsewhere.\n"
     )
 

@@ -33,8 +33,8 @@ def usage(command, capsys):
         ("--lr", "--optimizer.lr"),
         ("--learning-rate", "--optimizer.lr"),
         ("--learning_rate", "--optimizer.lr"),
-        ("--batch-size", "--pack.step_groups"),
-        ("--max-seq-length", "--pack.token_budget"),
+        ("--batch-size", "--train.groups_per_step"),
+        ("--max-seq-length", "--pack.tokens_per_row"),
         ("--reward", "--map.reward"),
         ("--output-dir", "--out"),
         ("--loss", "--objective"),
@@ -51,7 +51,7 @@ def test_every_meaning_is_a_flag_that_there_is():
 
 
 def test_a_command_that_is_misspelt(capsys):
-    assert "trian is no command. Did you mean train?" in usage(["trian", "t.jsonl"], capsys)
+    assert "trian is not a command. Did you mean train?" in usage(["trian", "t.jsonl"], capsys)
 
 
 @pytest.mark.parametrize(("given", "wanted"), [("dapo", "DAPO"), ("Grpo", "GRPO"), ("topr-positive", "TOPR_POSITIVE")])
@@ -89,9 +89,9 @@ def test_lone_groups_are_told_in_the_words_of_the_command_line(tmp_path, capsys)
     told = ["--objective", "TOPR_POSITIVE", "--map.reward", "score", "--data.holdout", "0"]
     assert main([*command, *told]) == 1
     error = capsys.readouterr().err
-    assert f"trace '{path}:1' is alone in its group, as in 4 of 4 groups" in error
+    assert f"TG-TRAIN-006: trace '{path}:1' " in error
     assert "--map.group prompt" in error
-    assert "singleton=" not in error
+    assert "single_sample_group=" not in error
     assert main([*command, *told, "--map.group", "prompt"]) == 0
     capsys.readouterr()
     assert main([*command, *told[:2], "--map.group", "prompt"]) == 1
@@ -114,7 +114,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_clear_line(tmp_path, capsys, monkeyp
     path = text(tmp_path / "t.jsonl")
     assert main(["doctor", path, "--model", "nobody/nothing-such"]) == 1
     error = capsys.readouterr().err
-    assert "--model nobody/nothing-such: there is no such folder, and the Hub does not give it" in error
+    assert "--model nobody/nothing-such: this folder does not exist, and it cannot be downloaded from the Hub" in error
     assert len(error.strip().splitlines()) == 1
 
 
@@ -152,25 +152,28 @@ def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
 
 
 def test_value_is_no_longer_known_only_where_it_was():
-    from tracegrad.cli.train import _value_line
+    from tracegrad.cli.train import _estimate_line
 
     known = {
-        "off_policy_value": 0.5,
-        "off_policy_value_low": 0.3,
-        "off_policy_value_high": 0.75,
-        "off_policy_value_known": 1,
-        "off_policy_value_ess": 9.0,
-        "off_policy_value_traces": 9,
-        "off_policy_value_recorded": 0.4,
+        "ope": 0.5,
+        "ope_low": 0.3,
+        "ope_high": 0.75,
+        "ope_reliable": 1,
+        "ope_ess": 9.0,
+        "ope_traces": 9,
+        "ope_recorded_reward": 0.4,
     }
-    lost = {**known, "off_policy_value_known": 0}
-    assert _value_line([known, lost])[0].startswith("value    no longer known")
-    assert _value_line([lost, lost])[0].startswith("value    not known")
-    assert _value_line([known])[0] == (
-        "value    0.400 as recorded, 0.500 now (0.300 to 0.750, effective sample 9 of 9 held-out traces)"
+    lost = {**known, "ope_reliable": 0}
+    assert _estimate_line([known, lost])[0].startswith("eval     estimate no longer reliable")
+    assert _estimate_line([lost, lost])[0].startswith("eval     estimate unreliable")
+    assert _estimate_line([known])[0] == (
+        "eval     held-out reward 0.400 as recorded, 0.500 estimated now "
+        "(0.300 to 0.750, effective sample size 9 of 9 held-out traces)"
     )
-    clamped = {**lost, "off_policy_value_clamped": 2}
-    assert _value_line([clamped])[0].endswith("effective sample 9 of 9 held-out traces, 2 with a clamped weight")
+    clamped = {**lost, "ope_clamped": 2}
+    assert _estimate_line([clamped])[0].endswith(
+        "effective sample size 9 of 9 held-out traces, 2 with a clamped weight"
+    )
 
 
 def test_a_dry_run_is_one_object(tmp_path, capsys):

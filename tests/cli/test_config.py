@@ -21,7 +21,7 @@ def test_the_core_has_at_most_fifty_fields_a_section_of_its_own_twelve_and_each_
     """What is new goes into a section of its own, which does nothing where it is left out."""
     parts = {name: type(getattr(config.Config(), name)) for name in config.SECTIONS}
     assert sum(len(fields(part)) for name, part in parts.items() if name not in config.FEATURES) <= 50
-    beside = {name: parts[name] for name in config.FEATURES} | {"online": OnlineConfig, "play": RolloutConfig}
+    beside = {name: parts[name] for name in config.FEATURES} | {"online": OnlineConfig, "rollout": RolloutConfig}
     assert max(len(fields(part)) for part in beside.values()) <= 12
     parts |= beside
     names = [(part, f.name) for part in parts.values() for f in fields(part)]
@@ -56,15 +56,17 @@ def test_what_is_written_is_read_back_equal(tmp_path):
         overrides=[
             ("objective", "my.module:MINE"),
             ("objective.surrogate.high", "0.28"),
-            ("objective.weights.0.shape.high", "3"),
-            ("train.log_to", "wandb, trackio"),
-            ("data.reward", 'a "quoted" näme'),
+            ("objective.weights.0.transform.high", "3"),
+            ("train.report_to", "wandb, trackio"),
+            ("data.reward", ['a "quoted" näme', "b,c"]),
             ("optimizer.lr", "3"),
         ]
     )
     (tmp_path / "config.toml").write_text(config.to_toml(told), encoding="utf-8")
     assert config.load(tmp_path / "config.toml") == told
-    assert dict(told.objective.overrides) == {"surrogate.high": 0.28, "weights.0.shape.high": 3}
+    assert dict(told.objective.overrides) == {"surrogate.high": 0.28, "weights.0.transform.high": 3}
+    assert told.train.report_to == ("wandb", "trackio")
+    assert config.as_dict(told)["data.reward"] == ['a "quoted" näme', "b,c"]
 
 
 def test_another_preset_drops_the_overrides_of_the_one_before():
@@ -88,13 +90,18 @@ def test_in_a_file_the_preset_may_stand_after_its_fields(tmp_path):
         ("optimizer.lr", "fast", "TG-CONFIG-003"),
         ("train.epochs", "1.5", "TG-CONFIG-003"),
         ("train.epochs", 2.0, "TG-CONFIG-003"),
-        ("train.log_to", "wandb,mlflow", "TG-CONFIG-010"),
+        ("train.report_to", "wandb,mlflow", "TG-CONFIG-010"),
         ("data.on_error", "rais", r"TG-CONFIG-003.*raise.*skip.*quarantine"),
-        ("data.reward", 3, "TG-CONFIG-003"),
+        ("data.reward", 3, "TG-CONFIG-003.*a list of strings"),
+        ("data.reward", [3], "TG-CONFIG-003.*a list of strings"),
+        ("data.reward", "[1", "TG-CONFIG-003.*a list of strings"),
+        ("data.reward_weights", "1,much", "TG-CONFIG-003.*a list of finite numbers"),
+        ("mixture.weights", [1, float("inf")], "TG-CONFIG-003.*a list of finite numbers"),
+        ("data.reward.0", "a", "TG-CONFIG-001"),
         ("optimizer.lr", "0", r"TG-CONFIG-010.*0"),
         ("optimizer.beta2", "1", r"TG-CONFIG-010.*0.*1"),
-        ("stop.below_ess", "20", r"TG-CONFIG-010.*0.*1"),
-        ("pack.step_groups", "0", r"TG-CONFIG-010.*1"),
+        ("stop.min_ope_ess", "20", r"TG-CONFIG-010.*0.*1"),
+        ("train.groups_per_step", "0", r"TG-CONFIG-010.*1"),
         ("checkpoint.keep", "0", r"TG-CONFIG-010.*1"),
     ],
 )
@@ -126,12 +133,13 @@ OTHERS = ["1979-05-27", "07:32:00", "1979-05-27T07:32:00Z", "[1]", "[[1]]", "[]"
 def test_a_value_of_a_wrong_type_is_one_error_for_every_option(tmp_path, name):
     section, _, key = name.partition(".")
     kind = config.options().get(name, (float,))[0]
+    valid = {tuple[str, ...]: ['"x"', "[]"], tuple[float, ...]: ["[1]", "[]"]}.get(kind, [])
     kind = kind if kind in TOML_OF else str
     wrong = [text for other, text in TOML_OF.items() if other is not kind and (kind, other) != (float, int)]
     huge = ["0x" + "f" * 6000, "9" * 5000, "9" * 400, "9223372036854775808"]
     for text in [*OTHERS, *huge, *(wrong if section != "objective" else ["{a = []}"])]:
         (tmp_path / "run.toml").write_text(f"[{section}]\n{key} = {text}\n")
-        if section == "objective" and text in ("nan", "-inf", "{a = 1}"):
+        if text in valid or (section == "objective" and text in ("nan", "-inf", "{a = 1}")):
             continue  # numbers, or fields, of which the objective knows more than the config
         with pytest.raises(ArgumentError, match=r"run.toml: ") as raised:
             config.load(tmp_path / "run.toml")
@@ -174,7 +182,7 @@ def test_a_hostile_file_is_one_short_error_in_bounded_time(tmp_path, text):
         config.load(tmp_path / "run.toml")
     assert time.process_time() - began < 5
     said = str(raised.value).replace(str(tmp_path), "")
-    assert len(said) < 1700
+    assert len(said) < 2000
     assert said.isprintable()
 
 
@@ -198,7 +206,7 @@ NAMES = st.text(max_size=12).filter(lambda name: name != "preset" and not name.s
 @settings(max_examples=40)
 def test_whatever_text_is_told_is_read_back_from_what_a_run_writes(tmp_path_factory, reward, preset, name, value):
     path = tmp_path_factory.getbasetemp() / "config.toml"
-    told = config.Config(data=config.Data(reward=reward), objective=config.ObjectiveConfig(preset, ((name, value),)))
+    told = config.Config(data=config.Data(reward=(reward,)), objective=config.ObjectiveConfig(preset, ((name, value),)))
     path.write_text(config.to_toml(told), encoding="utf-8", newline="")
     again = config.load(path)
     assert again.data == told.data

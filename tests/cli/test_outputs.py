@@ -30,7 +30,7 @@ def quarantine(path):
 
 def journal(path):
     with Journal(path.parent) as kept:
-        kept._append(kept.begin("a", None), {"x": 1})
+        kept._append(kept.start("a", None), {"x": 1})
 
 
 def take_lock(path):

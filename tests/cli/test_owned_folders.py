@@ -51,7 +51,7 @@ def train(out):
 
 
 def train_api(out):
-    with RunDirectory(out).locked():
+    with RunDirectory(out).lock():
         pass
 
 
@@ -114,7 +114,7 @@ def test_train_on_the_command_line_refuses_it_before_it_reads(tmp_path, capsys):
 def test_an_empty_folder_and_our_own_are_taken(tmp_path):
     (tmp_path / "run").mkdir()
     for _ in range(2):
-        with RunDirectory(tmp_path / "run").locked():
+        with RunDirectory(tmp_path / "run").lock():
             (tmp_path / "run" / "config.toml").write_text("ours")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "t.jsonl.quarantine.raw").write_text("x")
@@ -126,7 +126,7 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
     prepare_cli(tmp_path / "out")
     with pytest.raises(ArgumentError, match="TG-STORE-023"):
         train_api(tmp_path / "out")
-    with RunDirectory(tmp_path / "run").locked():
+    with RunDirectory(tmp_path / "run").lock():
         (tmp_path / "run" / "metrics.jsonl").write_text("{}")
     with pytest.raises(ArgumentError, match="TG-PREPARE-013"):
         prepare_cli(tmp_path / "run")
@@ -137,7 +137,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
     """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (
         "import sys; from tracegrad.storage.run_dir import RunDirectory\n"
-        "with RunDirectory(sys.argv[1]).locked(): print('in', flush=True); sys.stdin.read()"
+        "with RunDirectory(sys.argv[1]).lock(): print('in', flush=True); sys.stdin.read()"
     )
     (tmp_path / "t.jsonl").write_text("no record\n")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -157,13 +157,13 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
 def test_a_run_enters_its_own_folder_again_and_lets_others_in_afterwards(tmp_path):
     mirror = RunDirectory(tmp_path / "out")
     for _ in range(2):
-        with mirror.locked():
-            with mirror.locked():
+        with mirror.lock():
+            with mirror.lock():
                 pass
             with pytest.raises(ArgumentError, match="TG-STORE-011"):
                 train_api(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with mirror.locked():
+    with mirror.lock():
         (tmp_path / "out" / "config.toml").write_text("ours")
     train_api(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [manifest.LOCK, "config.toml"]
@@ -201,7 +201,7 @@ def test_score_does_not_write_what_it_reads(tmp_path, capsys, name, flag):
     out = {"--out": tmp_path / "scored.jsonl", flag: path}
     flags = [word for name, value in out.items() for word in (name, str(value))]
     assert cli.main(["score", str(NAMES[name](path)), "--reward", f"{tmp_path}/r.py:good", *flags]) != 0
-    assert f"{flag} {path} is read" in capsys.readouterr().err
+    assert f"TG-STORE-006: {flag} {path} " in capsys.readouterr().err
     assert path.read_bytes() == before
 
 
@@ -237,5 +237,5 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
 
 
 def test_the_lock_of_a_run_says_whose_it_is(tmp_path):
-    with RunDirectory(tmp_path / "out").locked():
+    with RunDirectory(tmp_path / "out").lock():
         assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"

@@ -80,11 +80,11 @@ def test_every_call_that_works_goes_through_the_border():
     bare = [
         (file, name)
         for file, name, body in found
-        if not re.search(r"\b(detached|attached|Self::decode|self\.with)\b", body)
+        if not re.search(r"\b(without_gil|with_python|Self::decode|self\.with)\b", body)
     ]
     assert [entry for entry in bare if entry[1] not in PLAIN] == []
     [through] = re.findall(r"\n    fn with<.*?\n    \}", (ROOT / "rust/py/src/read.rs").read_text(), re.S)
-    assert "detached(py, " in through
+    assert "without_gil(py, " in through
 
 
 def test_a_panic_is_an_error_of_ours():
@@ -105,11 +105,11 @@ def test_bool_bytes_beyond_0_and_1_never_reach_rust():
     whole = Sequences.from_arrays([1, 2, 3], [0, 3], [nan, -1, -1], [False, True, True])
     object.__setattr__(whole, "trainable", twos)
     with pytest.raises(ArgumentError, match="TG-BORDER-004"):
-        pack(whole, [1.0], token_budget=8)
+        pack(whole, [1.0], tokens_per_row=8)
     row = np.zeros(1, np.int32)
     for flags in (twos, np.repeat(twos, 2)[::2]):
         with pytest.raises(ArgumentError, match="TG-BORDER-004"):
-            _core.pack_measure(np.array([0, 3]), row, np.zeros(3, np.int32), flags, ["a"], 9, False, False, "refuse")
+            _core.pack_measure(np.array([0, 3]), row, np.zeros(3, np.int32), flags, ["a"], 9, False, False, "error")
 
 
 def aligned(tokenizer=None):

@@ -112,7 +112,7 @@ def calls():
             {"ids": IDS, "cu_seqlens": CU, "rollout_logprobs": LOGPROBS, "trainable": TRAINABLE},
         ),
         "align": (tg.align, {"traces": TRACES, "tokenizer": tokenizer}),
-        "pack": (tg.pack, {"sequences": SEQUENCES, "advantages": [1.0], "token_budget": 8}),
+        "pack": (tg.pack, {"sequences": SEQUENCES, "advantages": [1.0], "tokens_per_row": 8}),
         "correct": (tg.correct, {"old": TERM, "rollout": TERM, "trace": np.array([0, 0, 1]), "reduce": Reduce()}),
         "from_records": (tg.Traces.from_records, {"records": [{"messages": []}]}),
         "concatenate": (tg.Traces.concatenate, {"parts": [TRACES]}),

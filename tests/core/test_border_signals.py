@@ -40,7 +40,7 @@ TERMS = """
 n = 6_000_000
 old = -np.random.default_rng(0).random(n).astype('f4')
 owner = np.random.default_rng(1).integers(0, n // 3, n)
-weights = [Weight(Ratio('old', 'rollout'), shape=Truncate(0.0, 2.0))]
+weights = [Weight(Ratio('old', 'rollout'), transform=Truncate(0.0, 2.0))]
 """
 MANY = """
 record = {'messages': [{'role': 'user', 'content': 'hi %d'}, {'role': 'assistant', 'content': 'four %d ' * 40}]}
@@ -97,7 +97,7 @@ ROADS = {
         False,
     ),
     "one long render": (GIANT, "tokenizer.render(said)", 0.1, False),
-    "very many sequences": (PLACING, "tg.pack(s, np.ones(4_000_000), token_budget=4096)", 1000, False),
+    "very many sequences": (PLACING, "tg.pack(s, np.ones(4_000_000), tokens_per_row=4096)", 1000, False),
     "one endless line": ("", "tg.read(path)", 0.2, False),
     "correct": (TERMS, "[tg.correct(old, old, trace=owner, weights=weights) for _ in range(9999)]", 0.5, False),
     "correct by trace": (
@@ -119,7 +119,7 @@ ROADS = {
     "pack": (
         "s = tg.Sequences.from_arrays(np.arange(2_000_000) % 999, np.arange(0, 2_000_001, 100), "
         "np.full(2_000_000, -1.0), np.arange(2_000_000) % 100 > 0)",
-        "[tg.pack(s, np.ones(20_000), token_budget=999, share_prefixes=True) for _ in range(99)]",
+        "[tg.pack(s, np.ones(20_000), tokens_per_row=999, share_prefixes=True) for _ in range(99)]",
         0.3,
         False,
     ),
@@ -199,7 +199,7 @@ def test_a_stream_that_was_stopped_says_so_and_skips_nothing(tmp_path):
         "try: next(stream)\n"
         "    except KeyboardInterrupt:\n"
         "        try: next(stream)\n"
-        "        except tg.TracegradError as error: print('was stopped' in str(error))\n"
+        "        except tg.TracegradError as error: print(str(error)[:11])\n"
         "        raise"
     )
     writer = subprocess.Popen(["sh", "-c", f"exec > '{path}'; echo '[1, 2, 3,'; exec sleep 300"])
@@ -208,7 +208,7 @@ def test_a_stream_that_was_stopped_says_so_and_skips_nothing(tmp_path):
     finally:
         writer.kill()
         writer.wait()
-    assert done.stdout.startswith("True"), done.stdout + done.stderr
+    assert done.stdout.startswith("TG-"), done.stdout + done.stderr
 
 
 def test_the_c_interface_of_numpy_is_loaded_with_the_package(tmp_path):

@@ -347,11 +347,11 @@ def test_pages_are_what_the_footer_says(tmp_path, version, compression):
     options = {"data_page_size": 2000, "data_page_version": version, "compression": compression}
     path = bomb(tmp_path, "pages.parquet", pa.Table.from_pylist(rows), row_group_size=1000, **options)
     for told, seen in zip(row_groups(path), row_groups(path, pages=True), strict=True):
-        assert (told.rows, told.stored) == (seen.rows, seen.stored)
+        assert (told.rows, told.file_bytes) == (seen.rows, seen.file_bytes)
         assert all(a <= b <= 2 * a for a, b in zip(told.values, seen.values, strict=True))
         assert seen.values[0] == told.values[0] + 7
         # What is before compression has the headers in the footer's count.
-        assert told.plain == seen.plain
+        assert told.uncompressed_bytes == seen.uncompressed_bytes
     assert sum(map(len, ParquetStream(path))) == len(rows)
 
 
@@ -359,7 +359,7 @@ def test_a_place_where_no_page_begins_is_an_error(tmp_path):
     path = bomb(tmp_path, "page.parquet", pa.table({"prompt": ["a" * 99], "completion": ["b"]}), use_dictionary=False)
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 30 + data[34:])
-    with pytest.raises(ReadError, match=r"TG-DATA-010.*page.*begins.*4"):
+    with pytest.raises(ReadError, match=r"TG-DATA-010.*page.*4"):
         list(ParquetStream(path))
 
 
@@ -374,7 +374,7 @@ def test_a_column_of_pages_without_values_is_an_error(tmp_path, values):
     path = tmp_path / "pages.parquet"
     path.write_bytes(b"PAR1" + pages + footer + len(footer).to_bytes(4, "little") + b"PAR1")
     [told] = row_groups(path)
-    assert (told.rows, told.values, told.stored, told.plain) == (1, [values], [len(pages)], [1])
+    assert (told.rows, told.values, told.file_bytes, told.uncompressed_bytes) == (1, [values], [len(pages)], [1])
     with pytest.raises(ValueError, match="more pages than values"):
         list(row_groups(path, pages=True))
 
@@ -708,8 +708,8 @@ def test_a_bad_trace_among_others_of_its_id_is_the_one_written_aside(example, tm
     path = save(tmp_path, b"\n".join([bad, good, bad, good]))
     traces = read(path)
     aligned = align(traces, Tokenizer.from_pretrained(example / "model"), on_error="skip")
-    assert aligned.drift.left_out == (0, 2)
-    assert len(aligned.drift.errors) == 2
+    assert aligned.alignment_report.left_out == (0, 2)
+    assert len(aligned.alignment_report.errors) == 2
     prepare(str(path), example / "model", Data(on_error="quarantine"), tmp_path / "out")
     assert (tmp_path / "out" / "unaligned-00000.jsonl").read_bytes() == (bad + b"\n") * 2
 

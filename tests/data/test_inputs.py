@@ -184,10 +184,10 @@ def test_progress_counts_the_bytes_of_the_files(folder):
         path.stat().st_size for path in (folder / "a.jsonl", folder / "b.jsonl.gz", folder / "day2" / "c.jsonl")
     )
     assert said[-1].done
-    assert said[-1].total == total
-    assert said[-1].taken == total
+    assert said[-1].total_bytes == total
+    assert said[-1].bytes_read == total
     assert said[-1].records == 7
-    assert [each.taken for each in said] == sorted(each.taken for each in said)
+    assert [each.bytes_read for each in said] == sorted(each.bytes_read for each in said)
 
 
 def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):

@@ -176,7 +176,7 @@ def spoiled(record):
 
 
 @pytest.mark.parametrize(
-    "name", dict.fromkeys(name for each in registry.ADAPTERS for name in (each.name, each.talks) if name)
+    "name", dict.fromkeys(name for each in registry.ADAPTERS for name in (each.name, each.messages_name) if name)
 )
 def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
     for example in EXAMPLES[name]:
@@ -373,18 +373,18 @@ def test_many_answers_are_looked_at_once_for_what_they_share(monkeypatch):
     assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
     assert (found.records, len(prompts), values.count(0.5), values.count(0.25)) == (1000, 2, 1, 1)
-    whys = [each.why for each in found.of("reward")]
+    whys = [each.evidence for each in found.of("reward")]
     assert '1,000 of 1,000 records have a number "reward" (0 to 1, mean 0.5, 2 values)' in whys
     assert '1,000 of 1,000 records have a number "meta.score" (0.25 to 0.5, mean 0.375, 2 values)' in whys
     values.clear()
-    assert not infer_fields.infer([record], wanted=["session"]).found
+    assert not infer_fields.infer([record], names=["session"]).guesses
     assert not values, "no name of them is that of a session"
 
 
 def test_a_session_alone_needs_no_trace_of_each_record(monkeypatch):
     rows = [{"messages": [USER, {**SAID, "content": str(at)}], "score": at} for at in range(4)]
     monkeypatch.setattr(infer_fields, "prompt_group", lambda trace: pytest.fail("a prompt is only for groups"))
-    assert not infer_fields.infer(rows, wanted=["session"]).found
+    assert not infer_fields.infer(rows, names=["session"]).guesses
 
 
 @pytest.mark.parametrize(

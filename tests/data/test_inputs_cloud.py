@@ -44,8 +44,8 @@ def test_a_folder_a_pattern_and_a_file_of_a_bucket_are_read(bucket):
     assert [trace.id for trace in traces] == [f"t{number}" for number in range(3003)]
     assert traces[3001].location == (f"{bucket}/day/b.jsonl.gz", 2)
     assert traces[3002].reward == 3002
-    assert said[-1].total > 100_000
-    assert said[-1].taken == said[-1].total
+    assert said[-1].total_bytes > 100_000
+    assert said[-1].bytes_read == said[-1].total_bytes
     assert len(tg.read(f"{bucket}/day/*.gz")) == 2
     assert len(tg.read([f"{bucket}/day/a.jsonl", f"{bucket}/day/b.jsonl.gz"])) == 3002
     assert len(tg.read(f"{bucket}/day/a.jsonl", limit=5)) == 5

@@ -138,14 +138,16 @@ def test_failed_calls_hide_nothing_of_what_is_found_about_the_others():
     good = [row for row in log() if row["status"] == 200]
     assert found == infer_fields.infer(good)
     assert found.flags(["session"]) == ["--map.session", "conversation_id", "--map.order", "time"]
-    assert found.of("reward")[0].why == '7 of 7 records have a number "eval.score" (0 to 0.75, mean 0.393, 4 values)'
-    assert found.of("group")[0].why == "4 conversations begin with one of 2 prompts that others share"
+    assert (
+        found.of("reward")[0].evidence == '7 of 7 records have a number "eval.score" (0 to 0.75, mean 0.393, 4 values)'
+    )
+    assert found.of("group")[0].evidence == "4 conversations begin with one of 2 prompts that others share"
 
 
 def test_what_failed_calls_alone_say_is_no_reward():
     rows = [{**row, "eval": {"score": at} if row["status"] != 200 else {}} for at, row in enumerate(log()[:5])]
     assert len({row["conversation_id"] for row in rows if row["status"] != 200}) == 2
-    assert not infer_fields.infer(rows[:5], wanted=["reward"]).found
+    assert not infer_fields.infer(rows[:5], names=["reward"]).guesses
 
 
 @pytest.mark.parametrize("session", ["conversation_id", "prefix"])

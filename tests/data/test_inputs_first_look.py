@@ -90,7 +90,7 @@ def test_a_file_of_records_without_a_call_is_not_clean(tmp_path, capsys):
     assert main(["doctor", str(path), "--model", str(MODEL)]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "no trace was found in it (convert 8 records of langsmith, 8 of them hold no call" in said.err
+    assert "it contains no trace (convert 8 records of langsmith, 8 of them hold no call" in said.err
     assert len(said.err.splitlines()) == 1
 
 

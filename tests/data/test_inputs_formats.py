@@ -266,9 +266,9 @@ def test_what_says_that_more_is_worse_is_no_reward_and_words_are_told_as_numbers
     rows = [
         {"question": "A?", "response": "3", "quality": word, "is_incorrect": at > 0} for at, word in enumerate(words)
     ]
-    [found] = infer_fields.infer(rows, wanted=["reward"]).found
+    [found] = infer_fields.infer(rows, names=["reward"]).guesses
     assert found.path == "quality"
-    assert found.why.endswith("3 values, 'excellent' is 0.95, 'fair' is 0.5, 'poor' is 0.3)")
+    assert found.evidence.endswith("3 values, 'excellent' is 0.95, 'fair' is 0.5, 'poor' is 0.3)")
 
 
 def test_the_words_of_a_scale_keep_its_order_with_different_numbers_and_are_told():

@@ -48,13 +48,20 @@ def written(path, rows):
 def test_candidates_are_named_by_type_coverage_and_spread():
     found = infer_fields.infer(calls())
     assert found.records == 16
-    assert [(each.field, each.path) for each in found.found if each.field == "reward"] == [("reward", "metadata.score")]
-    assert found.of("reward")[0].why == '16 of 16 records have a number "metadata.score" (0 to 1, mean 0.438, 3 values)'
+    assert [(each.field, each.path) for each in found.guesses if each.field == "reward"] == [
+        ("reward", "metadata.score")
+    ]
+    assert (
+        found.of("reward")[0].evidence
+        == '16 of 16 records have a number "metadata.score" (0 to 1, mean 0.438, 3 values)'
+    )
     assert {each.path for each in found.of("group")} == {"metadata.task", "prompt"}
-    assert "8 conversations begin with one of 4 prompts that others share" in [each.why for each in found.of("group")]
+    assert "8 conversations begin with one of 4 prompts that others share" in [
+        each.evidence for each in found.of("group")
+    ]
     assert found.of("session")[0].flags() == ["--map.session", "session_id", "--map.order", "started"]
-    assert found.of("session")[1].why == "8 of 16 calls go on an earlier one"
-    assert not infer_fields.infer(calls(), config.FieldMap(reward="x", group="y", session="z")).found
+    assert found.of("session")[1].evidence == "8 of 16 calls go on an earlier one"
+    assert not infer_fields.infer(calls(), config.FieldMap(reward="x", group="y", session="z")).guesses
 
 
 @pytest.mark.parametrize(
@@ -69,7 +76,7 @@ def test_candidates_are_named_by_type_coverage_and_spread():
 def test_what_cannot_be_a_reward_is_not_named(more, line):
     rows = [{"messages": [user("a"), {"role": "assistant", "content": "b"}], **more} for _ in range(4)]
     lines = infer_fields.infer(rows).lines(["reward"])
-    assert lines == ([] if line is None else [f"found    {line}"])
+    assert lines == ([] if line is None else [f"guess    {line}"])
 
 
 def test_booleans_and_numbers_as_text_are_found():
@@ -107,7 +114,7 @@ def test_a_name_of_the_prompt_is_no_conversation(prompts, names):
     ]
     found = infer_fields.infer(rows).of("session")
     assert bool(found) == names
-    assert all(each.why.endswith("though no call goes on another") for each in found)
+    assert all(each.evidence.endswith("though no call goes on another") for each in found)
 
 
 def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):
@@ -120,7 +127,7 @@ def test_reading_says_what_it_found_and_takes_nothing_of_it(tmp_path):
     told = config.FieldMap(reward="metadata.score", group="prompt", session="session_id", order="started")
     sequences, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch(), map=told)
     assert (sequences.traces, account.groups, account.rewards) == (8, 4, ["reward"])
-    assert not account.found
+    assert not account.candidate_lines
     assert "16 records are 8 conversations" in "\n".join(account.lines())
 
 
@@ -139,7 +146,7 @@ def test_which_of_several_rewards_is_trained_on_is_said(tmp_path, capsys):
     assert says in " ".join(capsys.readouterr().out.split())
     _, account = prepare.load(path, MODEL, config.Data(), tmp_path, Stopwatch())
     assert f"reward   {says}" in account.lines()
-    _, account = prepare.load(path, MODEL, config.Data(reward="tone"), tmp_path, Stopwatch())
+    _, account = prepare.load(path, MODEL, config.Data(reward=("tone",)), tmp_path, Stopwatch())
     assert any('"tone", as --data.reward says' in line for line in account.lines())
 
 
@@ -184,7 +191,7 @@ def test_init_writes_a_config_that_trains_what_it_found(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"tracegrad train {path} --model {MODEL} --config {out} --out runs/first" in said
     told = config.load(out)
-    assert told.map.told() == {
+    assert told.map.paths() == {
         "reward": "metadata.score",
         "group": "metadata.task",
         "session": "session_id",
@@ -192,9 +199,9 @@ def test_init_writes_a_config_that_trains_what_it_found(tmp_path, capsys):
     }
     assert '# group = "prompt"  # 8 conversations begin' in out.read_text()
     assert main(["init", path, "--out", str(out)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "TG-CLI-008" in capsys.readouterr().err
     assert main(["init", "-", "--out", str(tmp_path / "stdin.toml")]) == 1
-    assert "standard input cannot be read twice" in capsys.readouterr().err
+    assert "TG-CLI-007" in capsys.readouterr().err
     text = written(tmp_path / "text.jsonl", [{"prompt": "a", "response": str(n), "score": n} for n in range(3)])
     assert main(["init", text, "--out", str(tmp_path / "text.toml"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
@@ -210,10 +217,10 @@ def test_which_answer_it_is_and_whether_the_call_failed_are_no_rewards():
         response = {"choices": [{**said(f"e{at + 2}"), "index": at} for at in range(3)]}
         row = {"request": {"messages": [user(f"{number}. move?")]}, "response": response, "grades": gains}
         rows.append({**row, "status": ["success", "failure"][number % 2], "scores": [0, 1, 2]})
-    found = infer_fields.infer(rows, wanted=["reward"])
+    found = infer_fields.infer(rows, names=["reward"])
     assert [each.path for each in found.of("reward")] == ["grades.gain", "grades"]
     first_is_best = [{**row, "scores": [1, 0, 0]} for row in rows]
-    assert {each.path for each in infer_fields.infer(first_is_best, wanted=["reward"]).found} == {
+    assert {each.path for each in infer_fields.infer(first_is_best, names=["reward"]).guesses} == {
         "grades.gain",
         "grades",
         "scores",

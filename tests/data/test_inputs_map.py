@@ -281,7 +281,7 @@ def test_sessions_go_over_files_and_a_record_that_is_no_call_is_located(tmp_path
 
 
 def test_an_order_that_is_no_time_is_refused():
-    with pytest.raises(FormatError, match=r"--map\.order takes a number or a time"):
+    with pytest.raises(FormatError, match=r"--map\.order must name a number or a time"):
         mapped({**A1, "at": "yesterday"}, session="s", order="at")
     assert len(mapped(B1, session="s", order="at")[0]) == 1
 
@@ -290,13 +290,13 @@ def test_an_order_that_is_no_time_is_refused():
 
 
 def test_a_map_is_a_section_of_the_config(tmp_path):
-    text = '[data]\nholdout = 0.1\n[data.map]\nreward = "metadata.score"\ngroup = "prompt"\n'
+    text = '[data]\nholdout = 0.1\n[map]\nreward = "metadata.score"\ngroup = "prompt"\n'
     (tmp_path / "run.toml").write_text(text)
     told = load(tmp_path / "run.toml", [("map.session", "prefix")])
     assert told.map == FieldMap(reward="metadata.score", group="prompt", session="prefix")
     (tmp_path / "again.toml").write_text(to_toml(told))
     assert load(tmp_path / "again.toml") == told
-    assert "[data.map]" in to_toml(told)
+    assert "[map]" in to_toml(told)
     with pytest.raises(ArgumentError, match=r"TG-CONFIG-001.*map\.reward"):
         load(overrides=[("map.rewards", "x")])
 

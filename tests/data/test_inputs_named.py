@@ -41,7 +41,7 @@ def test_a_list_of_scores_is_looked_into_by_their_names():
         [record, {**record, "info": {"checks": [{**SCORES[2], "feedback": {"value": "wrong"}}]}}]
     )
     [reward] = [each for each in found.of("reward") if "right" in each.path]
-    assert (reward.path, "mean 0.5, 2 values, 'correct' is 1, 'wrong' is 0" in reward.why) == (
+    assert (reward.path, "mean 0.5, 2 values, 'correct' is 1, 'wrong' is 0" in reward.evidence) == (
         "info.checks.right",
         True,
     )
@@ -63,19 +63,19 @@ def rewarded(rows, names):
 def test_of_several_names_of_a_reward_each_trace_takes_the_first_that_it_has():
     none = float("nan")
     s = rewarded([[none, 1, none, 0.5], [none, none, 0.25, 1], [none, 0, 0.75, 1]], ("reward", "match", "rank", "a,b"))
-    assert reward_column(s, "match, rank").tolist() == [1, 0.25, 0]
-    assert reward_column(s, "rank,match").tolist() == [1, 0.25, 0.75]
-    assert reward_column(s, "a,b").tolist() == [0.5, 1, 1], "a name that has a comma"
+    assert reward_column(s, ["match", "rank"]).tolist() == [1, 0.25, 0]
+    assert reward_column(s, ["rank", "match"]).tolist() == [1, 0.25, 0.75]
+    assert reward_column(s, ["a,b"]).tolist() == [0.5, 1, 1], "a name that has a comma"
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-001.*Did.*you.*mean.*match\?"):
-        reward_column(s, "mach")
-    assert reward_column(s, "mach,match")[::2].tolist() == [1, 0], "a batch may lack one of them"
+        reward_column(s, ["mach"])
+    assert reward_column(s, ["mach", "match"])[::2].tolist() == [1, 0], "a batch may lack one of them"
     records = [{"rewards": {"rank": 0.25, "a": 1}}, {"rewards": {"match": 1, "rank": 0}}, {"rewards": {"match": none}}]
-    assert GroupFilter("match,rank").of_records(records)[:2].tolist() == [0.25, 1]
-    assert GroupFilter("rank").of_traces(tg.read([{"messages": [user("a"), said("b")], **records[0]}])).tolist() == [
-        0.25
-    ]
+    assert GroupFilter(("match", "rank")).rewards_of_records(records)[:2].tolist() == [0.25, 1]
+    assert GroupFilter(("rank",)).rewards_of_traces(
+        tg.read([{"messages": [user("a"), said("b")], **records[0]}])
+    ).tolist() == [0.25]
     with pytest.raises(ArgumentError, match=r"TG-ONLINE-012.*match,rank"):
-        GroupFilter("match,rank").check([{"rewards": {"a": 1}}, {"rewards": {"a": none}}])
+        GroupFilter(("match", "rank")).check([{"rewards": {"a": 1}}, {"rewards": {"a": none}}])
 
 
 def diagnosed(records, tmp_path, **told):
@@ -92,15 +92,15 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
     [
         ([{"match": 1, "brief": 0.5}, {"match": 0, "brief": 0.25}, {"rank": 1, "brief": 1}, {"rank": 0}], "match,rank"),
         ([{"match": 1, "rank": 0.5}, {"match": 0}, {"rank": 1}, {"rank": 0.5}], "match"),
-        ([{"a,b": 1}, {"a,b": 0}, {"rank": 1}, {"rank": 0}], "a,b"),
+        ([{"a,b": 1}, {"a,b": 0}, {"rank": 1}, {"rank": 0}], '\'["a,b", "rank"]\''),
         ([{"match": 1, "rank": 1}, {"match": 1}, {"rank": 0}, {"rank": 0.5}], "rank"),
     ],
 )
 def test_traces_of_several_tasks_are_rewarded_each_by_its_own_score(scores, flag, tmp_path):
     rows = [{"messages": [user("a"), said(str(at))], "group": "g", "rewards": each} for at, each in enumerate(scores)]
     found = diagnosed(rows, tmp_path)
-    assert f"--data.reward {flag} " in found.following + " "
-    assert "--map.reward" not in found.following, "the records say it"
+    assert f"--data.reward {flag} " in found.next_command + " "
+    assert "--map.reward" not in found.next_command, "the records say it"
     assert found.rewards.endswith("; 1 groups of 4 traces")
 
 
@@ -109,8 +109,8 @@ def test_choices_that_are_a_group_hide_not_that_others_name_none(tmp_path):
     several = {"request": {"messages": [user("a")]}, "response": {"choices": choices}, "score": [1, 0]}
     one = {"request": {"messages": [user("b")]}, "response": {"choices": choices[:1]}}
     rows = [several, *({**one, "score": at % 2} for at in range(4))]
-    assert "--map.group prompt" in diagnosed(rows, tmp_path).following
-    assert "--map.group" not in diagnosed([several, several, one], tmp_path).following
+    assert "--map.group prompt" in diagnosed(rows, tmp_path).next_command
+    assert "--map.group" not in diagnosed([several, several, one], tmp_path).next_command
 
 
 def test_a_null_among_answers_is_a_failed_call_and_the_others_stay():
@@ -178,7 +178,7 @@ def test_words_of_another_tokenizer_that_usage_counts_otherwise_are_no_lost_chun
     names = {each.name for each in found.findings}
     assert "wrong_tokenizer" in names
     assert "lost_chunks" not in names
-    assert found.following.startswith("tracegrad train ")
+    assert found.next_command.startswith("tracegrad train ")
 
 
 def call(asked, answer, model="m", **more):

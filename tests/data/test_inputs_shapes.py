@@ -104,7 +104,7 @@ def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are
     bare = tg.stream([{"messages": [{"role": "assistant", "content": "4"}]}] * 2, map={"group": "prompt"})
     assert tg.Traces.concatenate(list(bare)).groups == [None, None]
     assert "map      group: 2 traces have no prompt and are alone" in bare.lines()
-    assert infer_fields.infer(dump).of("group")[0].why == "2 records begin with the same prompt"
+    assert infer_fields.infer(dump).of("group")[0].evidence == "2 records begin with the same prompt"
 
 
 def test_streamed_calls_go_on_one_another():
@@ -127,11 +127,11 @@ def test_several_rewards_without_a_total_are_told_apart_by_the_user():
     told = {"rewards": rows, "reward_names": ("reward", "right", "short")}
     s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **told)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-003.*2.*right.*short"):
-        reward_column(s, "")
-    assert reward_column(s, "right").tolist() == [1, 0]
+        reward_column(s)
+    assert reward_column(s, ["right"]).tolist() == [1, 0]
     one = {"rewards": [row[:2] for row in rows], "reward_names": ("reward", "right")}
     s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **one)
-    assert reward_column(s, "").tolist() == [1, 0]
+    assert reward_column(s).tolist() == [1, 0]
 
 
 def test_a_call_is_found_wherever_it_stands_and_whatever_it_is_called():
@@ -181,7 +181,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
     rows.append({"context": {"trace_id": "c"}, "parent_id": None, "attributes": {"eval.score": 1}})
     found = infer_fields.infer(rows)
     assert found.lines(["reward"]) == [
-        'found    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
+        'guess    3 of 3 records without a call have a number "attributes.eval.score" (0 to 1, mean 0.667, 2 values): '
         "--map.reward attributes.eval.score"
     ]
     flags = found.flags(["reward", "session"])
@@ -346,7 +346,7 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
     prompts = ["a", "a", "b", "b", "b", "c"]
     export = {"made": 1, "runs": [answer_to(prompt, str(at), score=at % 2) for at, prompt in enumerate(prompts)]}
     [found] = infer_fields.infer([export]).of("group")
-    assert (found.why, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
+    assert (found.evidence, found.partial) == ("5 records begin with one of 2 prompts that others share", True)
     calls = [{"calls": [{"request": {}, "response": {}}], "input": prompt} for prompt in prompts]
     assert infer_fields._by_prompt(calls) == [(each, 1) for each in calls], "no messages say that they are alike"
 
@@ -364,28 +364,28 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
 def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in records))
-    following = tg.doctor.diagnose(path, MODEL).following
+    following = tg.doctor.diagnose(path, MODEL).next_command
     assert "--map.group" in following
-    assert ("--advantage.singleton zero" in following) == partial
+    assert ("--advantage.single_sample_group zero" in following) == partial
 
 
 @pytest.mark.parametrize(("tasks", "alone"), [("aabb", False), ("aabbc", True)])
 def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
-    following = tg.doctor.diagnose(path, MODEL, map=config.FieldMap(group="task", reward="score")).following
-    assert ("--advantage.singleton zero" in following) == alone
+    following = tg.doctor.diagnose(path, MODEL, map=config.FieldMap(group="task", reward="score")).next_command
+    assert ("--advantage.single_sample_group zero" in following) == alone
 
 
 def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [answer_to(prompt, score=at % 3) for at, prompt in enumerate("aabcdefghij")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    following = tg.doctor.diagnose(path, MODEL).following
+    following = tg.doctor.diagnose(path, MODEL).next_command
     assert "--map.group" not in following
     assert following.endswith("--advantage.baseline batch_mean")
     [found] = infer_fields.infer(path).of("group")
-    assert found.line() == "found    2 records begin with the same prompt: --map.group prompt", "it is still said"
+    assert found.line() == "guess    2 records begin with the same prompt: --map.group prompt", "it is still said"
 
 
 def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():

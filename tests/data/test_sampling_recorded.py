@@ -275,23 +275,23 @@ def test_the_doctor_compares_requests_with_the_models_file(tokenizer, opinionate
     assert names(diagnosed(rows(tokenizer, **told), tmp_path, model=opinionated)) == {}
     found = diagnosed(rows(tokenizer, temperature=1.0), tmp_path, model=opinionated)
     assert names(found) == {"server_defaults": "COSTS"}
-    assert found.findings[0].hits.found == "top_k=20, repetition_penalty=1.05"
+    assert found.findings[0].hits.description == "top_k=20, repetition_penalty=1.05"
     assert names(diagnosed(rows(tokenizer), tmp_path, model=opinionated, sampling_defaults="neutral")) == {}
     model = diagnosed(rows(tokenizer), tmp_path, model=opinionated, sampling_defaults="model")
     assert names(model) == {"raw_at_temperature": "WRONG", "reshaped_sampling": "WRONG"}
-    assert model.findings[0].hits.found.startswith("temperature 0.6, logprobs raw")
-    assert "--sampling-defaults model" in model.following
+    assert model.findings[0].hits.description.startswith("temperature 0.6, logprobs raw")
+    assert "--sampling-defaults model" in model.next_command
 
 
 def test_the_fix_for_raw_logprobs_does_not_lead_to_processed_ones_of_a_cut_distribution(tokenizer, tmp_path):
     raw = diagnosed(rows(tokenizer, temperature=0.7, top_p=0.8), tmp_path)
     assert names(raw) == {"raw_at_temperature": "WRONG", "reshaped_sampling": "WRONG"}
-    cure = next(each.check.cure for each in raw.findings if each.name == "raw_at_temperature")
+    cure = next(each.check.fix for each in raw.findings if each.name == "raw_at_temperature")
     assert "top_p, top_k, min_p and penalties were off" in cure
     assert "kept mass" in cure
     processed = diagnosed(rows(tokenizer, kind="processed", temperature=0.7, top_p=0.8), tmp_path)
     assert names(processed) == {"reshaped_sampling": "WRONG"}
-    assert processed.findings[0].hits.found == "top_p=0.8, logprobs processed; the kept mass S is not measured"
+    assert processed.findings[0].hits.description == "top_p=0.8, logprobs processed; the kept mass S is not measured"
 
 
 def test_the_kept_mass_is_p_over_the_processed_probability():
@@ -330,7 +330,7 @@ def test_advice_names_the_cut_and_its_mass(tokenizer):
     now = sequences.rollout_logprobs + np.float32(math.log(0.9))
     found = tg.recipes.for_data(sequences, now)
     assert (found.name, found.measured.reshaped) == ("TOPR_POSITIVE", ("top_k",))
-    assert found.decided == "sampled with top_k; kept mass S: 0.900 on average, 0.900 at least"
+    assert found.evidence == "sampled with top_k; kept mass S: mean 0.900, minimum 0.900"
     whole = replace(sequences, reshaped=np.zeros(4, np.uint32))
     assert tg.recipes.for_data(whole, sequences.rollout_logprobs).name == "DAPO"
 
@@ -351,7 +351,7 @@ def test_a_temperature_that_is_not_read_is_unknown_and_offered_as_a_flag(record,
     path = tmp_path / "logs.jsonl"
     path.write_text("".join(json.dumps({**record, "n": number}) + "\n" for number in range(4)))
     assert {each.generations[0].temperature for each in tg.read(path)} == {None}
-    found = infer([str(path)], wanted=["sampling"])
+    found = infer([str(path)], names=["sampling"])
     name, where = flags
     assert f"--map.{name} {where}" in " ".join(found.flags(["sampling"]))
     told = tg.read(path, map={name: where})[0].generations[0]
@@ -369,11 +369,11 @@ def test_an_accepted_run_prints_the_kept_mass_and_keeps_the_option_in_its_files(
     recorded = np.where(sequences.trainable, _recomputed(sequences, MODEL) - math.log(0.9), np.nan)
     sequences = replace(sequences, rollout_logprobs=recorded.astype(np.float32))
     assert (sequences.rollout_logprobs[sequences.trainable] < 0).all()
-    options = {"optimizer.lr": 1e-6, "data.holdout": 0.0, "pack.step_groups": 1, "train.device": "cpu"}
+    options = {"optimizer.lr": 1e-6, "data.holdout": 0.0, "train.groups_per_step": 1, "train.device": "cpu"}
     said: list[str] = []
     config = load(overrides=[*options.items(), ("data.accept_truncated_sampling", True)])
-    train(sequences, load_model(MODEL), objective=presets.DAPO, out=tmp_path / "run", config=config, say=said.append)
-    assert "note     kept mass S at the first step: 0.900 on average, 0.900 at least." in said
+    train(sequences, load_model(MODEL), objective=presets.DAPO, out=tmp_path / "run", config=config, log=said.append)
+    assert "note     kept mass S at the first step: mean 0.900, minimum 0.900." in said
     assert sum(line.startswith("note     kept mass S") for line in said) == 1
     assert "accept_truncated_sampling = true" in (tmp_path / "run" / "config.toml").read_text()
     config = load(overrides=[*options.items()])
@@ -391,12 +391,12 @@ def test_rescoring_measures_the_kept_mass_of_processed_logprobs(tokenizer, tmp_p
     for record in records:
         for entry in record["response"]["choices"][0]["logprobs"]["content"]:
             entry["logprob"] = next(kept)
-    found = diagnosed(records, tmp_path, rescored=8)
-    assert found.findings[0].hits.found == (
-        "top_k=5, logprobs processed; kept mass S 0.900 on average, 0.900 at least, by --rescore"
+    found = diagnosed(records, tmp_path, check_logprobs=8)
+    assert found.findings[0].hits.description == (
+        "top_k=5, logprobs processed; kept mass S 0.900 on average, 0.900 at least, by --check-logprobs"
     )
     assert found.advice.name == "TOPR_POSITIVE"
-    assert "kept mass S: 0.900 on average, 0.900 at least" in found.advice.decided
+    assert "kept mass S: mean 0.900, minimum 0.900" in found.advice.evidence
 
 
 def logged(tokenizer, number, **record):
@@ -419,9 +419,9 @@ def logged(tokenizer, number, **record):
 def test_the_doctor_looks_again_with_the_temperature_that_it_found(tokenizer, tmp_path, more, holder):
     records = [logged(tokenizer, number, **more) for number in range(8)]
     found = diagnosed(records, tmp_path)
-    assert found.following.startswith("tracegrad doctor ")
-    assert f"--map.sampling {holder}" in found.following
-    assert "--logprob-kind" not in found.following
+    assert found.next_command.startswith("tracegrad doctor ")
+    assert f"--map.sampling {holder}" in found.next_command
+    assert "--logprob-kind" not in found.next_command
     again = diagnosed(records, tmp_path, map=tg.data.FieldMap(sampling=holder, reward="score", group="task"))
     assert names(again)["raw_at_temperature"] == "WRONG"
     assert ("reshaped_sampling" in names(again)) == ("top_p" in more[holder])
@@ -444,7 +444,7 @@ def test_score_names_no_kind_of_logprobs_that_nobody_gave(tokenizer, tmp_path):
 def test_what_is_no_object_of_options_is_a_bad_record(tmp_path, value):
     path = tmp_path / "logs.jsonl"
     path.write_text(json.dumps({**OWN, "kwargs": value}) + "\n")
-    with pytest.raises(FormatError, match=r"TG-READ-006.*--map\.sampling.*takes"):
+    with pytest.raises(FormatError, match=r"TG-READ-006.*--map\.sampling"):
         tg.read(path, map={"sampling": "kwargs"})
 
 

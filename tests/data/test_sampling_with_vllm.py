@@ -27,7 +27,7 @@ def greedy(request, example, tmp_path_factory):
     flags = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--generation-config", "auto"]
     flags += ["--trust-request-chat-template"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive"}
-    told = {"name": "clerk", "arguments": flags, "environment": environment, "log": folder / "server.log"}
+    told = {"name": "clerk", "arguments": flags, "environment": environment, "log_path": folder / "server.log"}
     with launch(request.config.getoption("--vllm-python"), model, **told) as launched:
         yield launched.url
 

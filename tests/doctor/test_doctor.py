@@ -27,7 +27,7 @@ def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_
     told = [each["reward"] for each in recorded()]
     assert rewards == f"         rewards 0 to 1, mean {sum(told) / 240:.3g}; 30 groups of 8 traces"
     assert reward.startswith('reward   trained on is "reward", the total of each record')
-    assert (blank, between, following) == ("", "", f"next     {found.following}")
+    assert (blank, between, following) == ("", "", f"next     {found.next_command}")
 
 
 def test_the_bundled_example_has_nothing_worse_than_notes_and_they_are_true():
@@ -68,7 +68,7 @@ def shift(content, lag):
 def test_logprobs_shifted_within_each_turn_are_found_with_their_direction(tmp_path, lag, side):
     found = diagnosed(spoiled(lambda record: [shift(content, lag) for content in entries(record)]), tmp_path)
     assert names(found) == {"shifted_logprobs": "WRONG"}
-    assert f"they follow {side}" in found.findings[0].hits.found
+    assert f"they follow {side}" in found.findings[0].hits.description
     assert (first(found).trace, first(found).turn) == (recorded()[0]["id"], 0)
 
 
@@ -88,7 +88,7 @@ def test_logprobs_shifted_in_one_of_two_recorders_are_found_with_the_recorder_th
 
     found = diagnosed(spoiled(one), tmp_path)
     assert names(found) == {"shifted_logprobs": "WRONG"}
-    assert "of tier T0" in found.findings[0].hits.found
+    assert "at alignment level T0" in found.findings[0].hits.description
 
 
 def test_lists_that_begin_with_null_are_found_even_where_counts_are_too_few_to_tell(tmp_path):
@@ -102,7 +102,7 @@ def test_lists_that_begin_with_null_are_found_even_where_counts_are_too_few_to_t
         head(record)
     found = diagnosed(records, tmp_path)
     assert names(found)["shifted_logprobs"] == "WRONG"
-    assert "begins with null" in found.findings[0].hits.found
+    assert "starts with null" in found.findings[0].hits.description
 
     def lose(record):
         for content in entries(record):
@@ -127,7 +127,7 @@ def test_logprobs_that_their_own_alternatives_contradict_are_found(tmp_path, lag
             shift(content, lag)
     found = diagnosed(few, tmp_path)
     assert names(found) == {"shifted_logprobs": "WRONG"}
-    assert "top_logprobs give" in found.findings[0].hits.found
+    assert "top_logprobs list" in found.findings[0].hits.description
     assert first(found).trace == few[0]["id"]
 
 
@@ -139,7 +139,10 @@ def test_zeros_in_place_of_logprobs_are_found(tmp_path):
 
     found = diagnosed(spoiled(zero, every=5), tmp_path)
     assert names(found) == {"filled_logprobs": "WRONG"}
-    assert "all 20 logprobs are 0" in found.findings[0].hits.found or "logprobs are 0" in found.findings[0].hits.found
+    assert (
+        "all 20 logprobs are 0" in found.findings[0].hits.description
+        or "logprobs are 0" in found.findings[0].hits.description
+    )
 
 
 def test_a_short_list_padded_with_zeros_is_found(tmp_path):
@@ -170,9 +173,9 @@ def warm(record, kind="raw"):
 def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_right(tmp_path, kind):
     found = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path)
     assert names(found) == {"raw_at_temperature": "WRONG"}
-    assert "temperature 0.7" in found.findings[0].hits.found
-    assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
-    assert "goes around that" in render_lines(found)[2]
+    assert "temperature 0.7" in found.findings[0].hits.description
+    assert found.next_command.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
+    assert "avoids the problem" in render_lines(found)[2]
     assert names(diagnosed(spoiled(lambda record: warm(record, "processed")), tmp_path)) == {}
     told = diagnosed(spoiled(lambda record: warm(record, kind)), tmp_path, logprob_kind="processed")
     assert names(told) == {}
@@ -205,10 +208,10 @@ def test_what_reshapes_the_distribution_is_found_of_either_kind_and_what_is_off_
 
     found = diagnosed(spoiled(with_option(value)), tmp_path)
     assert names(found) == {"reshaped_sampling": "WRONG"}
-    assert found.findings[0].hits.found.startswith(f"{name}={value!r}, logprobs {kind}")
+    assert found.findings[0].hits.description.startswith(f"{name}={value!r}, logprobs {kind}")
     # The last call of 180 records, and each of the 100 turns of 60 conversations, whose request is that of all turns.
     assert found.findings[0].hits.count == 280
-    assert found.following.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
+    assert found.next_command.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
     assert names(diagnosed(spoiled(with_option(off)), tmp_path)) == {}
 
 
@@ -263,14 +266,14 @@ def test_groups_with_equal_rewards_are_found(tmp_path):
     assert names(diagnosed(equal(recorded(), 10), tmp_path)) == {"equal_rewards": "NOTE"}
     found = diagnosed(equal(recorded(), 1), tmp_path)
     assert names(found) == {"equal_rewards": "WRONG"}
-    assert "every reward is 1" in found.findings[0].hits.found
+    assert "every reward is 1" in found.findings[0].hits.description
     assert (first(found).line, found.findings[0].hits.count) == (1, 30)
 
 
 def test_traces_that_stand_alone_in_their_group_are_found(tmp_path):
     found = diagnosed(spoiled(lambda record: record.pop("group")), tmp_path)
     assert names(found) == {"lone_traces": "WRONG"}
-    assert "no group" in found.findings[0].hits.found
+    assert "no group" in found.findings[0].hits.description
 
 
 def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tmp_path):
@@ -280,7 +283,7 @@ def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tm
     other["id"], other["reward"] = "another", 0.5
     found = diagnosed([*records, other], tmp_path)
     assert names(found) == {"duplicated": "COSTS"}
-    assert "same ids" in found.findings[0].hits.found
+    assert "same ids" in found.findings[0].hits.description
     assert first(found).trace == "another"
     surprising = max(records, key=lambda record: -sum(e["logprob"] for content in entries(record) for e in content))
     again = copy.deepcopy(surprising)
@@ -289,7 +292,7 @@ def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tm
         response["id"] = f"{response['id']}0"
     found = diagnosed([*records, again], tmp_path)
     assert names(found) == {"duplicated": "COSTS"}
-    assert "same logprobs" in found.findings[0].hits.found
+    assert "same logprobs" in found.findings[0].hits.description
     assert first(found).line == 241
 
 
@@ -302,8 +305,8 @@ def test_a_stream_that_lost_chunks_is_found_by_its_text_and_by_its_usage(tmp_pat
 
     found = diagnosed(spoiled(lose), tmp_path)
     assert names(found)["lost_chunks"] == "WRONG"
-    said = {finding.name: finding.hits.found for finding in found.findings}["lost_chunks"]
-    assert "where usage counts" in said or "bytes of a content" in said
+    said = {finding.name: finding.hits.description for finding in found.findings}["lost_chunks"]
+    assert "listed, usage counts" in said or "bytes of a content" in said
 
 
 def test_usage_of_several_choices_is_no_sign_of_lost_chunks(tmp_path):
@@ -352,7 +355,7 @@ def test_hidden_reasoning_is_found_where_usage_tells_of_it(tmp_path):
 
     found = diagnosed(spoiled(think), tmp_path)
     assert names(found) == {"hidden_reasoning": "WRONG"}
-    assert "300 of reasoning" in found.findings[0].hits.found
+    assert "300 of reasoning" in found.findings[0].hits.description
 
 
 def test_a_system_prompt_that_the_template_puts_in_is_found_unless_prompt_ids_confirm_it(tmp_path):
@@ -373,7 +376,7 @@ def test_a_system_prompt_that_the_template_puts_in_is_found_unless_prompt_ids_co
 
     found = diagnosed(spoiled(bare), tmp_path, model=model)
     assert names(found) == {"injected_system": "COSTS", "unrecorded_tools": "COSTS"}
-    assert "You are a helpful clerk." in found.findings[0].hits.found
+    assert "You are a helpful clerk." in found.findings[0].hits.description
     assert names(diagnosed(spoiled(bare), tmp_path)) == {"unrecorded_tools": "COSTS"}
     tokenizer = tg.Tokenizer.from_pretrained(model)
 
@@ -395,14 +398,14 @@ def test_stale_policy_versions_are_found(tmp_path):
         record["policy_version"] = at // 12
     found = diagnosed(records, tmp_path)
     assert names(found) == {"stale_versions": "COSTS"}
-    assert found.findings[0].hits.found == "version 0, the newest is 19"
+    assert found.findings[0].hits.description == "version 0, the newest is 19"
     assert names(diagnosed(spoiled(lambda record: record.update(policy_version=7)), tmp_path)) == {}
 
 
 def test_traces_longer_than_the_model_reads_are_found(tmp_path):
     found = diagnosed(recorded(), tmp_path, max_tokens=250)
     assert names(found) == {"overlong": "COSTS"}
-    assert found.findings[0].hits.found.endswith("tokens, the limit is 250")
+    assert found.findings[0].hits.description.endswith("tokens, the limit is 250")
     model = tmp_path / "model"
     shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((model / "config.json").read_text())

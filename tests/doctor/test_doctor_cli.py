@@ -47,11 +47,11 @@ def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
     assert doctor(path) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("reward   ")]
     assert lines[0].startswith("wrong    240 traces")
-    around = "training on it as it stands would be wrong; the command after `next` goes around that"
+    around = "training on it as it is would be wrong; the command after `next` avoids the problem"
     assert lines[2] == f"         1 finding; {around}"
-    assert lines[4].startswith("WRONG    logprobs filled up with one value: ")
+    assert lines[4].startswith("WRONG    logprobs filled with one value: ")
     assert lines[5] == f"  first  {path}:1 trace '{recorded()[0]['id']}' turn 0"
-    assert [line[2:7].strip() for line in lines[6:-2] if line and line[2] != " "] == ["found", "hurts", "cure"]
+    assert [line[2:9].strip() for line in lines[6:-2] if line and line[2] != " "] == ["found", "impact", "fix"]
     assert max(map(len, lines[1:-2])) <= 120
     assert lines[-1].startswith("next     tracegrad train ")
 
@@ -83,7 +83,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
     assert told["next"].endswith("--objective TOPR_POSITIVE --text-only"), "the text is right, its logprobs are not"
     assert (told["format"], told["verdict"], told["exit_code"], told["more"]) == ("tracegrad-doctor/1", "wrong", 1, [])
     (finding,) = told["findings"]
-    keys = ["name", "severity", "title", "count", "of", "unit", "first", "found", "hurts", "cure"]
+    keys = ["name", "severity", "title", "count", "of", "unit", "first", "found", "impact", "fix"]
     assert list(finding) == keys
     assert (finding["name"], finding["severity"], finding["unit"]) == ("filled_logprobs", "wrong", "turns")
     assert finding["first"] == {
@@ -182,7 +182,7 @@ def test_it_takes_neither_torch_nor_transformers_and_says_so_where_rescore_needs
     blocked = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); from tracegrad.cli import main; "
     )
-    for more, code, said in (([], 0, ""), (["--rescore"], 1, "--rescore needs torch")):
+    for more, code, said in (([], 0, ""), (["--check-logprobs"], 1, "--check-logprobs needs torch")):
         arguments = ["doctor", str(path), "--model", str(MODEL), *more]
         done = subprocess.run(
             [sys.executable, "-c", f"{blocked}from tracegrad.cli import main; sys.exit(main({arguments!r}))"],
@@ -199,7 +199,7 @@ def test_it_takes_neither_torch_nor_transformers_and_says_so_where_rescore_needs
     ("more", "said"),
     [
         (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--rescore", "-1"], "rescored is -1"),
+        (["--check-logprobs", "-1"], "rescored is -1"),
         (["--optimizer.lr", "1"], "no effect on doctor"),
         (["--held-out", "none.jsonl"], "none.jsonl"),
     ],
@@ -214,10 +214,10 @@ def test_the_page_is_current_and_every_check_says_what_it_sees_its_threshold_and
     assert with_findings(page) == page, "run: python tools/generate_docs.py"
     for check in CHECKS:
         sees, threshold = (check.run.__doc__ or "").split("\n\n")
-        assert sees.startswith("Sees "), check.name
+        assert sees.startswith("Detect "), check.name
         assert threshold.strip().startswith("Threshold: "), check.name
-        assert check.hurts.endswith("."), check.name
-        assert check.cure.endswith("."), check.name
+        assert check.impact.endswith("."), check.name
+        assert check.fix.endswith("."), check.name
         assert check.levels, check.name
     names = {check.name for check in CHECKS}
     assert all(set(check.hides) <= names for check in CHECKS)

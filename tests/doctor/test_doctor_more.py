@@ -74,7 +74,7 @@ def test_reasoning_that_recorded_prompts_no_longer_have_is_found(tmp_path):
     found = diagnosed(records, tmp_path)
     assert names(found)["dropped_reasoning"] == "COSTS"
     assert "history_rewritten" not in names(found)
-    assert "next recorded prompt" in {f.name: f.hits.found for f in found.findings}["dropped_reasoning"]
+    assert "next recorded prompt" in {f.name: f.hits.description for f in found.findings}["dropped_reasoning"]
 
 
 def test_a_history_that_the_caller_rewrote_is_found_with_its_turn(tmp_path):
@@ -131,7 +131,7 @@ def test_a_list_of_logprobs_that_is_shorter_than_the_ids_is_found(tmp_path):
 
     found = diagnosed(spoiled(drop), tmp_path)
     assert names(found)["count_mismatch"] == "WRONG"
-    assert found.findings[0].hits.found == "20 tokens but 19 logprobs"
+    assert found.findings[0].hits.description == "20 tokens but 19 logprobs"
 
 
 def test_logprobs_that_do_not_add_up_to_the_servers_sum_are_found(tmp_path):
@@ -170,7 +170,7 @@ def test_bad_records_are_found_with_their_line(tmp_path):
     path.write_text("\n".join(lines))
     found = diagnose(str(path), MODEL)
     assert names(found) == {"bad_records": "COSTS"}
-    assert (first(found).line, found.findings[0].hits.count, found.findings[0].hits.of) == (5, 1, 240)
+    assert (first(found).line, found.findings[0].hits.count, found.findings[0].hits.total) == (5, 1, 240)
 
 
 def test_traces_that_the_template_refuses_are_found(tmp_path):
@@ -179,7 +179,7 @@ def test_traces_that_the_template_refuses_are_found(tmp_path):
     found = diagnosed(recorded(), tmp_path, model=model)
     assert names(found)["unaligned"] in ("COSTS", "WRONG")
     said = {finding.name: finding for finding in found.findings}["unaligned"].hits
-    assert "no tools here" in said.found
+    assert "no tools here" in said.description
     assert said.first is not None
     assert said.first.line is not None
 
@@ -200,7 +200,7 @@ def test_drift_beyond_its_threshold_is_found(tmp_path):
 def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     pytest.importorskip("torch")
     records = recorded()[:48]
-    clean = diagnosed(records, tmp_path, rescored=16)
+    clean = diagnosed(records, tmp_path, check_logprobs=16)
     assert names(clean) == {}
     assert clean.advice.name == "DAPO"
     assert clean.advice.measured.outside == 0.0
@@ -208,17 +208,17 @@ def test_rescoring_finds_the_same_shift_and_a_right_file_right(tmp_path, lag):
     shown = tg.doctor.render_lines(clean)
     assert "nothing found" in shown[0]
     assert shown[5].startswith("advice   train with DAPO: --objective DAPO --advantage.baseline group_mean")
-    assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of terms") for line in shown)
+    assert any(line.startswith("  figure old/rollout outside [0.5, 2]: 0.0% of tokens") for line in shown)
     assert "advice" not in diagnosed(records, tmp_path).as_dict()
     for record in records:
         for content in entries(record):
             moved = np.roll([entry["logprob"] for entry in content], -lag).tolist()
             for entry, logprob in zip(content, moved, strict=True):
                 entry["logprob"] = logprob
-    found = diagnosed(records, tmp_path, rescored=16)
+    found = diagnosed(records, tmp_path, check_logprobs=16)
     assert names(found)["shifted_logprobs"] == "WRONG"
-    assert "rescored" in {f.name: f.hits.found for f in found.findings}["shifted_logprobs"]
-    assert found.following == "", "the model says so too"
+    assert "rescored" in {f.name: f.hits.description for f in found.findings}["shifted_logprobs"]
+    assert found.next_command == "", "the model says so too"
 
 
 def test_calls_of_tools_that_were_not_recorded_are_found(tmp_path):
@@ -245,11 +245,11 @@ def test_what_the_model_says_outweighs_what_counts_say_of_a_shift(tmp_path, monk
     )
     guessed = diagnosed(records, tmp_path)
     assert names(guessed) == {"shifted_logprobs": "WRONG"}
-    assert guessed.following.startswith("tracegrad doctor ")
-    assert guessed.following.endswith(" --rescore")
-    asked = diagnosed(records, tmp_path, rescored=16)
+    assert guessed.next_command.startswith("tracegrad doctor ")
+    assert guessed.next_command.endswith(" --check-logprobs")
+    asked = diagnosed(records, tmp_path, check_logprobs=16)
     assert names(asked) == {}
-    assert asked.following.startswith("tracegrad train ")
+    assert asked.next_command.startswith("tracegrad train ")
 
 
 def test_rescoring_says_what_suits_and_what_to_record_where_no_logprob_is(tmp_path):
@@ -258,14 +258,14 @@ def test_rescoring_says_what_suits_and_what_to_record_where_no_logprob_is(tmp_pa
         for content in entries(record):
             for entry in content:
                 entry["logprob"] = None
-    found = diagnosed(records, tmp_path, rescored=16)
+    found = diagnosed(records, tmp_path, check_logprobs=16)
     assert found.advice.name == "TOPR_POSITIVE"
     shown = tg.doctor.render_lines(found)
     assert any(line.startswith("advice   train with TOPR_POSITIVE: --objective TOPR_POSITIVE") for line in shown)
     [at] = [at for at, line in enumerate(shown) if line.startswith("  record ")]
     assert "logprobs=true and return_token_ids=true" in " ".join(line.strip() for line in shown[at:])
     assert "logprobs=true" in found.as_dict()["advice"]["record"]
-    assert "record" not in diagnosed(recorded()[:16], tmp_path, rescored=16).as_dict()["advice"]
+    assert "record" not in diagnosed(recorded()[:16], tmp_path, check_logprobs=16).as_dict()["advice"]
 
 
 def test_rescoring_finds_another_model(tmp_path):
@@ -278,7 +278,7 @@ def test_rescoring_finds_another_model(tmp_path):
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     shutil.copytree(MODEL, tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
-    found = diagnosed(recorded()[:48], tmp_path, model=tmp_path / "model", rescored=16)
+    found = diagnosed(recorded()[:48], tmp_path, model=tmp_path / "model", check_logprobs=16)
     assert set(names(found)) == {"other_model"}
     assert found.advice.measured.outside > 0.05
     assert names(found)["other_model"] in ("COSTS", "WRONG")
@@ -351,7 +351,7 @@ def test_answers_without_a_word_are_found(tmp_path):
     ]
     records[3]["messages"][1]["tool_calls"] = [call]
     found = {each.name: each for each in diagnosed(records, tmp_path).findings}["empty_answers"]
-    assert (found.hits.count, found.hits.of, found.hits.first.line) == (2, 4, 1)
+    assert (found.hits.count, found.hits.total, found.hits.first.line) == (2, 4, 1)
     told = {"message": {"role": "assistant", "content": ""}, "token_ids": [40, 41], "logprobs": [-0.5, -0.5]}
     call = {"request": {"messages": [{"role": "user", "content": "a"}]}, "response": {"choices": [told]}}
     assert "empty_answers" not in names(diagnosed([{"calls": [call], "reward": 1.0}], tmp_path)), "tokens are words"
@@ -360,8 +360,8 @@ def test_answers_without_a_word_are_found(tmp_path):
 def test_equal_answers_of_one_record_with_unlike_rewards_are_found(tmp_path):
     rated = [{"prompt": "a", "completions": ["b", "b", "c"], "rewards": rewards} for rewards in ([1, 0, 0], [1, 1, 0])]
     found = {each.name: each for each in diagnosed(rated, tmp_path).findings}["unlike_rewards"]
-    assert (found.hits.count, found.hits.of) == (1, 6)
-    assert found.hits.found == "reward 0, and 1 of an equal one of the same record"
+    assert (found.hits.count, found.hits.total) == (1, 6)
+    assert found.hits.description == "reward 0, but 1 for an equal trace of the same record"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def model_on(device, seed=5):
 
 
 def step_of(case, budget=512, share=False):
-    told = {"share_prefixes": share, "needs": OBJECTIVE.needs, "pad_to_multiple_of": 128}
-    [step] = pack(case.sequences, case.advantages, token_budget=budget, **told)
+    told = {"share_prefixes": share, "requirements": OBJECTIVE.requirements, "pad_to_multiple_of": 128}
+    [step] = pack(case.sequences, case.advantages, tokens_per_row=budget, **told)
     return case.ready(step)
 
 
@@ -50,5 +50,5 @@ def moved(case, device, *, precision=torch.float32, model=None, **cut):
 
 
 def told(**changes):
-    base = {"optimizer.lr": 3e-3, "train.epochs": 1, "pack.step_groups": 4, "pack.token_budget": 128}
+    base = {"optimizer.lr": 3e-3, "train.epochs": 1, "train.groups_per_step": 4, "pack.tokens_per_row": 128}
     return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])

@@ -35,7 +35,12 @@ def model_of() -> Any:
 
 def steps_of(ranks: int, rank: int) -> list[Step]:
     case = forked.forked(more=24, stem=24)
-    told = {"token_budget": 256, "step_groups": 1, "needs": presets.DAPO.needs, "pad_to_multiple_of": 256}
+    told = {
+        "tokens_per_row": 256,
+        "groups_per_step": 1,
+        "requirements": presets.DAPO.requirements,
+        "pad_to_multiple_of": 256,
+    }
     return [case.ready(s) for s in pack(case.sequences, case.advantages, ranks=ranks, rank=rank, **told)]
 
 
@@ -95,7 +100,7 @@ def run(rank: int, out: str, kind: str, backend: str, ranks: int, mode: str, por
 def wrapped(model: Any, mode: str, device: torch.device) -> DistributedModel:
     """As `prepare` wraps it; it refuses a mode on one rank, whose wrapper is what one rank over NCCL is to try."""
     ranks = Ranks.of_open_group()
-    if not ranks.alone:
+    if not ranks.is_single:
         return distributed.wrap(model, mode, ranks=ranks, device=device)  # type: ignore[arg-type]
     if mode == "fsdp":
         policy = distributed._fsdp(model, ranks, device, torch.float32, distributed.SPEED)

@@ -60,7 +60,7 @@ def autocast(device, dtype):
 
 def measured(model, case, device, dtype, *, share, plan=None):
     """Logprobs [M] of all terms and the gradient of a weighted sum of them."""
-    told = {"token_budget": 512, "share_prefixes": share, "pad_to_multiple_of": 128}
+    told = {"tokens_per_row": 512, "share_prefixes": share, "pad_to_multiple_of": 128}
     [step] = pack(case.sequences, case.advantages, **told)
     assert not share or step.sharing.shared
     in_order = torch.from_numpy(np.searchsorted(case.sequences.terms, step.origin)).to(device)
@@ -110,7 +110,7 @@ def case():
 def test_rows_under_flex_attention_are_each_branch_alone_in_float32(device, case, name, share):
     expected = one_by_one(model_of(name, device), case, device, torch.float32)
     model = by_blocks(model_of(name, device))
-    [step] = pack(case.sequences, case.advantages, token_budget=512, share_prefixes=share)
+    [step] = pack(case.sequences, case.advantages, tokens_per_row=512, share_prefixes=share)
     assert policy.forward_plan(model, step.batches[0].to(device)) == "flex"
     found = apart(measured(model, case, device, torch.float32, share=share), expected)
     assert found[0] < 1e-5

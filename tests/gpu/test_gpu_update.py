@@ -83,13 +83,15 @@ def run(traces, out, device, resume=False, sinks=(), **changes):
         config=told(**how),
         resume=resume,
         sinks=sinks,
-        say=lambda _: None,
+        log=lambda _: None,
     )
     assert next(model.parameters()).device == device
     return done, torch.cat([value.detach().flatten().double().cpu() for value in model.state_dict().values()])
 
 
-@pytest.mark.parametrize("changes", [{"train__memory": "balanced"}, {"train__memory": "low"}], ids=["balanced", "low"])
+@pytest.mark.parametrize(
+    "changes", [{"train__memory_mode": "balanced"}, {"train__memory_mode": "low"}], ids=["balanced", "low"]
+)
 def test_less_memory_is_the_same_run(device, traces, tmp_path, changes):
     _, plain = run(traces, tmp_path / "a", device)
     _, found = run(traces, tmp_path / "b", device, **changes)
@@ -171,8 +173,8 @@ def test_rows_of_a_trace_level_objective_go_together(device, case):
     """GSPO takes the ratio of a whole trace, whose branches lie in one row."""
     found = []
     for place, model in ((device, model_on(device)), (torch.device("cpu"), tiny_model(5, **WIDE))):
-        told = {"needs": presets.GSPO.needs, "pad_to_multiple_of": 128}
-        [step] = pack(case.sequences, case.advantages, token_budget=512, **told)
+        told = {"requirements": presets.GSPO.requirements, "pad_to_multiple_of": 128}
+        [step] = pack(case.sequences, case.advantages, tokens_per_row=512, **told)
         step = case.ready(step)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         seen = optimizer_step(model, step, presets.GSPO, optimizer, grad_clip=1.0)

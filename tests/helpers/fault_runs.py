@@ -30,9 +30,8 @@ def played(url, fault, out, *, dtype="float32", seed=0, steps=4):
     out.mkdir(parents=True, exist_ok=True)
     lines, words = [], ""
     config = tg.config.Config(
-        pack=tg.config.Pack(step_groups=4),
         optimizer=tg.config.Optimizer(lr=4e-4),
-        train=tg.config.Train(seed=seed, dtype="bf16" if dtype == "bfloat16" else "float32"),
+        train=tg.config.Train(groups_per_step=4, seed=seed, dtype="bf16" if dtype == "bfloat16" else "float32"),
     )
     with ExitStack() as stack:
         alone = dtype == "bfloat16" and "bf16"
@@ -53,11 +52,11 @@ def played(url, fault, out, *, dtype="float32", seed=0, steps=4):
                 objective=tg.presets.DAPO_DIRECT,
                 config=config,
                 online=OnlineConfig(steps=1 if fault == "another chat template" else steps, steps_ahead=0),
-                play=RolloutConfig(samples=4, max_tokens=64, turns=4),
+                rollout=RolloutConfig(group_size=4, max_tokens=64, max_turns=4),
                 servers=servers,
                 out=out / "run",
                 sinks=(),
-                say=lines.append,
+                log=lines.append,
             ).rows
         except tg.TracegradError as error:
             words, rows = str(error), []

@@ -100,9 +100,9 @@ def gradient(model: torch.nn.Module, case: Case, steps: Iterable[Step], objectiv
     model.zero_grad()
     for step in map(case.ready, steps):
         corrected = correct_step(step, objective, "mask")
-        idle = step.idle(objective.needs, corrected)
+        idle = step.tokens_without_gradient(objective.requirements, corrected)
         for batch in step.batches:
-            batch = batch.without(idle[batch.term]) if skip else batch
+            batch = batch.drop_tokens(idle[batch.term]) if skip else batch
             logp, entropy = policy.logprobs_and_entropy(model, batch)
             objective(logp, entropy, step.terms(batch.to("cpu"), corrected)).loss.backward()
     return vector(model)

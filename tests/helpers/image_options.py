@@ -1,4 +1,4 @@
-"""Check `images.tower`, a row of test_every_option.py."""
+"""Check `images.vision_encoder`, a row of test_every_option.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def images_tower(folder: Path) -> None:
     sequences = tg.align(records, tg.Tokenizer.from_pretrained(model))
     rewards = np.arange(sequences.traces, dtype=np.float32)[:, None] % 3
     sequences = replace(sequences, rewards=rewards, group=np.zeros(sequences.traces, np.int32), group_names=("g",))
-    options = {"images.tower": "trained", "data.holdout": 0.0, "optimizer.lr": 1e-3}
+    options = {"images.vision_encoder": "trained", "data.holdout": 0.0, "optimizer.lr": 1e-3}
     options["data.accept_truncated_sampling"] = True
     done = tg.train(model, sequences, out=folder / "out", options=options)
     before, after = (load_file(each / "model.safetensors") for each in (model, done.checkpoint))

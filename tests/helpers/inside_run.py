@@ -25,9 +25,9 @@ def main(model, out):
 
     torch.set_num_threads(1)
     found = {}
-    config = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
+    config = tg.config.Config(train=tg.config.Train(groups_per_step=4), optimizer=tg.config.Optimizer(lr=4e-4))
 
-    def run(name, ids="chat", **told):
+    def run(name, ids="messages", **told):
         return tg.online.train(
             model,
             online.tasks("traces", 0),
@@ -35,7 +35,7 @@ def main(model, out):
             objective=tg.presets.DAPO_DIRECT,
             config=config,
             online=OnlineConfig(**{"steps": 3, **told}),
-            play=RolloutConfig(samples=4, max_tokens=64, turns=4, ids=ids),
+            rollout=RolloutConfig(group_size=4, max_tokens=64, max_turns=4, input=ids),
             servers="in-process",
             engine=online.ENGINE,
             out=out / name,
@@ -54,11 +54,18 @@ def main(model, out):
     in_process.Engine = once
     for steps_ahead, ids in ((0, "chat"), (1, "chat"), (0, "tokens")):
         rows = run(f"quiet-{steps_ahead}-{ids}", ids, steps_ahead=steps_ahead).rows
-        keys = ("sync_terms", "sync_max", "sync_pause", "tokens_lost", "trajectories_failed", "reward")
+        keys = (
+            "weight_check/tokens",
+            "weight_check/max",
+            "time/sync_pause",
+            "tokens_lost",
+            "trajectories_failed",
+            "reward",
+        )
         found[f"quiet {steps_ahead} {ids}"] = [{key: row[key] for key in keys} for row in rows]
     ways.File = lambda servers, folder: weight_sync.File(servers, folder, clear_cache=False)
     try:
-        found["stale"] = [row["sync_max"] for row in run("stale", steps_ahead=0, steps=6).rows]
+        found["stale"] = [row["weight_check/max"] for row in run("stale", steps_ahead=0, steps=6).rows]
     except SyncFault as error:
         found["stale"] = str(error)
 
@@ -75,11 +82,13 @@ def main(model, out):
             await asyncio.sleep(1.0)
             found["left"] = len(made[0]._answers)
             found["after"] = (await servers.chat(body, session="s"))["choices"][0]["finish_reason"]
-            wrong = await servers.ask(
+            wrong = await servers.request(
                 in_process.PLACEHOLDER_URL, "/v1/chat/completions", {"messages": 3, "model": "policy"}
             )
             found["wrong"] = [wrong.status, wrong.words]
-            other = await servers.ask(in_process.PLACEHOLDER_URL, "/v1/chat/completions", {**body, "model": "another"})
+            other = await servers.request(
+                in_process.PLACEHOLDER_URL, "/v1/chat/completions", {**body, "model": "another"}
+            )
             found["other"] = [other.status, other.words]
 
     asyncio.run(asked())

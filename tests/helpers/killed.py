@@ -27,8 +27,8 @@ def run(out: Path, traces: Any, resume: bool) -> None:
     """Trains in a child of this process, a checkpoint after every step, and leaves the parameters in `out`."""
     found = resume and checkpoint.list_checkpoints(out)
     model = tiny_model(9 if found else 0)  # what a checkpoint restores does not come from the model given
-    changes = told(checkpoint__every=1, pack__step_groups=8)
-    given = {"sinks": (), "say": lambda _: None, "resume": resume}
+    changes = told(checkpoint__every_steps=1, train__groups_per_step=8)
+    given = {"sinks": (), "log": lambda _: None, "resume": resume}
     train(traces, model, objective=presets.DAPO, out=out, config=changes, **given)
     torch.save(vector(model), out / "parameters.pt")
 

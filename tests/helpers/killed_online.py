@@ -28,7 +28,7 @@ from stand_in import free_port
 from tracegrad.online.buffer import ConsumedGroups, GroupReader
 from tracegrad.online.server_pool import ServerPool
 
-GROUPS = CONFIG.pack.step_groups
+GROUPS = CONFIG.train.groups_per_step
 BOOT_S = 1.5
 """Less than any real server takes, and long enough for its clients to see that it is gone."""
 SLOWEST_S = 120.0
@@ -58,7 +58,7 @@ class Killed:
             signal.pause()
 
     def trainer(self) -> None:
-        config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
+        config = tg.config.update(CONFIG, [("checkpoint.every_steps", 2)])
         steps = self.plan["steps"]
         options = split(steps=steps, steps_ahead=1, max_tokens=6)
         told = {
@@ -126,7 +126,7 @@ class Killed:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         run = self.out / "run"
         cut = GroupReader(run / "played")
-        cut.look()
+        cut.read_new()
         sizes = {path.name: path.stat().st_size for path in (run / "played").glob("*.zst")}
         return {
             "what": name,

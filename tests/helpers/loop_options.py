@@ -18,26 +18,26 @@ from tracegrad.trainer.steps import TrainingData
 from training_runs import run, told
 
 
-def truncated(_=None):
+def mask_truncated(_=None):
     """A row of test_every_option.py. A trace that was cut off counts with its reward and as a trace, no more."""
     found = sampled(tiny_model())
     ending = np.ones(found.traces, np.uint8)
     ending[0] = 2
-    masking = told(filter__truncated=True, data__holdout=0, pack__step_groups=100)
+    masking = told(filter__mask_truncated=True, data__holdout=0, train__groups_per_step=100)
     feed = TrainingData.of(replace(found, ending=ending), presets.DR_GRPO, masking)
     (step,) = feed.steps(0)
     assert np.unique(step.trace).tolist() == list(range(1, found.traces))
     assert step.totals.traces == found.traces
     group = found.group == found.group[0]
     np.testing.assert_allclose(feed.advantages[group], found.reward[group] - found.reward[group].mean(), atol=1e-6)
-    assert feed.notes[-1] == f"1 of {found.traces} traces were cut off and are masked: filter.truncated."
+    assert feed.notes[-1] == f"1 of {found.traces} traces are truncated and masked (filter.mask_truncated)."
 
 
 def timeout(folder):
     """A row of tests/trainer/test_every_option.py. What waits so long in truth is in tests/trainer/test_nodes.py."""
     joined, seen = Ranks.join, []
     with mock.patch.object(Ranks, "join", lambda *given: seen.append(given) or joined(*given)):
-        run(sampled(tiny_model()), folder / "run", train__timeout=7.0)
+        run(sampled(tiny_model()), folder / "run", train__timeout_s=7.0)
     assert seen == [(7.0,)]
 
 
@@ -48,34 +48,35 @@ def of_groups(rewards, **how):
     for group, values in enumerate(rewards):
         told_so[np.flatnonzero(found.group == np.unique(found.group)[group])[: len(values)], 0] = values
     return TrainingData.of(
-        replace(found, rewards=told_so), presets.DR_GRPO, told(data__holdout=0, pack__step_groups=100, **how)
+        replace(found, rewards=told_so), presets.DR_GRPO, told(data__holdout=0, train__groups_per_step=100, **how)
     )
 
 
-def even_groups(_=None):
+def drop_zero_std_groups(_=None):
     """A row of tests/trainer/test_every_option.py."""
-    found = of_groups([[0.0]], filter__even_groups=True)
-    assert [step.totals.traces for step in found.steps(0)] == [int(found.taken.sum())]
-    assert np.unique(found.catalog.group[found.taken]).tolist() == [found.catalog.group.min()]
-    assert found.notes[-1].endswith("are left out: filter.even_groups.")
+    found = of_groups([[0.0]], filter__drop_zero_std_groups=True)
+    assert [step.totals.traces for step in found.steps(0)] == [int(found.count_eligible.sum())]
+    assert np.unique(found.catalog.group[found.count_eligible]).tolist() == [found.catalog.group.min()]
+    assert found.notes[-1].count("filter.drop_zero_std_groups") == 1
 
 
-def mask_even(_=None):
+def mask_zero_std_groups(_=None):
     """A row of tests/trainer/test_every_option.py."""
-    found = of_groups([[0.0]], filter__mask_even=True)
+    found = of_groups([[0.0]], filter__mask_zero_std_groups=True)
     (step,) = found.steps(0)
     s = found.catalog
     assert np.unique(s.group[np.unique(step.trace)]).tolist() == [s.group.min()]
     assert step.totals.traces == s.traces
     others = int((s.group != s.group.min()).sum())
-    assert found.notes[-1] == f"{others} traces of groups in which all rewards are equal are masked: filter.mask_even."
+    assert found.notes[-1].startswith(f"{others} traces ")
+    assert "filter.mask_zero_std_groups" in found.notes[-1]
 
 
-def tolerance(_=None):
+def zero_std_tolerance(_=None):
     """A row of tests/trainer/test_every_option.py."""
-    for how in ("filter__even_groups", "filter__mask_even"):
+    for how in ("filter__drop_zero_std_groups", "filter__mask_zero_std_groups"):
         for within, wanted in ((0.2, 2), (0.25, 1), (0.3, 1)):
-            found = of_groups([[0.0], [0.75]], **{how: True}, filter__tolerance=within)
+            found = of_groups([[0.0], [0.75]], **{how: True}, filter__zero_std_tolerance=within)
             assert len(np.unique(found.catalog.group[found.trained])) == wanted
 
 
@@ -115,26 +116,26 @@ def of_two_groups(**how):
     )
     changes = {
         "data__holdout": 0,
-        "pack__step_groups": 100,
+        "train__groups_per_step": 100,
         **{f"filter__{name}": value for name, value in how.items()},
     }
     return TrainingData.of(cut, presets.DR_GRPO, told(**changes))
 
 
 BY_TRACE = [
-    ({"min_reward": 1.5}, [2, 3, 6, 7], "4 of 8 traces are left out: filter.min_reward."),
-    ({"max_reward": 1}, [0, 1, 4, 5], "4 of 8 traces are left out: filter.max_reward."),
-    ({"min_turns": 2}, [1, 3, 5, 7], "4 of 8 traces are left out: filter.min_turns."),
-    ({"max_turns": 1}, [0, 2, 4, 6], "4 of 8 traces are left out: filter.max_turns."),
-    ({"worst_tier": "T3"}, [0, 1, 2, 3, 4, 6, 7], "1 of 8 traces are left out: filter.worst_tier."),
-    ({"max_lag": 2}, [0, 1, 2], "5 of 8 traces are left out: filter.max_lag."),
-    ({"min_reward": 1, "max_reward": 2}, [1, 2, 5, 6], "2 of 6 traces are left out: filter.max_reward."),
+    ({"min_reward": 1.5}, [2, 3, 6, 7], "4 of 8 traces are left out by filter.min_reward."),
+    ({"max_reward": 1}, [0, 1, 4, 5], "4 of 8 traces are left out by filter.max_reward."),
+    ({"min_turns": 2}, [1, 3, 5, 7], "4 of 8 traces are left out by filter.min_turns."),
+    ({"max_turns": 1}, [0, 2, 4, 6], "4 of 8 traces are left out by filter.max_turns."),
+    ({"worst_level": "T3"}, [0, 1, 2, 3, 4, 6, 7], "1 of 8 traces are left out by filter.worst_level."),
+    ({"max_staleness": 2}, [0, 1, 2], "5 of 8 traces are left out by filter.max_staleness."),
+    ({"min_reward": 1, "max_reward": 2}, [1, 2, 5, 6], "2 of 6 traces are left out by filter.max_reward."),
 ]
 
 
 def check_filter(how, left, said):
     found = of_two_groups(**how)
-    assert np.flatnonzero(found.used).tolist() == left
+    assert np.flatnonzero(found.eligible).tolist() == left
     assert said in found.notes
     (step,) = found.steps(0)
     assert np.unique(step.trace).tolist() == left
@@ -142,7 +143,7 @@ def check_filter(how, left, said):
     group, reward = found.catalog.group[left], found.rewards[left]
     mean = np.array([reward[group == each].mean() for each in group])
     np.testing.assert_allclose(found.advantages[left], reward - mean, atol=1e-6)
-    assert not found.advantages[~found.used].any()
+    assert not found.advantages[~found.eligible].any()
 
 
 def by_trace(_=None):
@@ -152,7 +153,7 @@ def by_trace(_=None):
 
 
 # What `test_every_option` gives these options of [filter] to.
-OF_FILTER = (even_groups, mask_even, tolerance, truncated, zero_truncated)
+OF_FILTER = (drop_zero_std_groups, mask_zero_std_groups, zero_std_tolerance, mask_truncated, zero_truncated)
 
 
 def attention(_):

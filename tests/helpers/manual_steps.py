@@ -25,5 +25,10 @@ def traces():
 
 def steps_of(traces, objective, epoch, **more):
     """The steps of an epoch as anybody packs them."""
-    given = {"token_budget": 64, "step_groups": 6, "needs": objective.needs, "seed": Schedule(1).shuffle_seed(epoch)}
+    given = {
+        "tokens_per_row": 64,
+        "groups_per_step": 6,
+        "requirements": objective.requirements,
+        "seed": Schedule(1).shuffle_seed(epoch),
+    }
     return pack(traces, advantage.group_mean(traces.reward, traces.group), per="trace", **given | more)

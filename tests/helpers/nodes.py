@@ -29,7 +29,12 @@ from tracegrad.trainer import trainer as run_module
 from tracegrad.trainer.lora import with_adapters
 
 BUCKET = "s3://runs"
-QUICK: dict[str, Any] = {"checkpoint__every": 1, "train__epochs": 1, "parallel__mode": "fsdp", "train__timeout": 60.0}
+QUICK: dict[str, Any] = {
+    "checkpoint__every_steps": 1,
+    "train__epochs": 1,
+    "parallel__mode": "fsdp",
+    "train__timeout_s": 60.0,
+}
 
 
 def trained(name: str, **changes: Any) -> Any:
@@ -38,7 +43,7 @@ def trained(name: str, **changes: Any) -> Any:
     model = tiny_model(0, attn_implementation="sdpa")
     model = with_adapters(model, 4) if adapters else model
     given = {"objective": with_kl(presets.DAPO, 0.05), "out": f"{BUCKET}/{name}", "resume": True}
-    done = train(sampled(tiny_model()), model, config=told(**{**QUICK, **changes}), sinks=(), say=print, **given)
+    done = train(sampled(tiny_model()), model, config=told(**{**QUICK, **changes}), sinks=(), log=print, **given)
     return done, vector(model)
 
 
@@ -139,7 +144,7 @@ def main(out: Path, cases: list[str]) -> int:
 
     torch.set_num_threads(1)
     names = {case: case.replace(" ", "-") for case in cases}
-    hung = Group(out, "hangs", "hangs", train__timeout=4.0)
+    hung = Group(out, "hangs", "hangs", train__timeout_s=4.0)
     whole = Group(out, "whole")
     found: dict[str, Any] = {case: both(out, case, names[case]) for case in cases if case != "hangs"}
     found |= {"whole": whole.end(), "hangs": {"first": hung.end()}}

@@ -54,11 +54,12 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
     options = split(**CASES[name][1])
     tasks = iter(questions(count=3)) if name == "tasks" else questions(count=50)
     try:
-        found = tg.online.train(MODEL, tasks, agent=agent, **options, sinks=(), say=lambda _: None, **told)
+        found = tg.online.train(MODEL, tasks, agent=agent, **options, sinks=(), log=lambda _: None, **told)
     except Exception as error:
         return {"said": f"{type(error).__name__}: {error}"}
     rows = [
-        {key: row[key] for key in ("step", "sync_terms", "sync_max", "staleness_max", "loss")} for row in found.rows
+        {key: row[key] for key in ("step", "weight_check/tokens", "weight_check/max", "staleness_max", "loss")}
+        for row in found.rows
     ]
     return {"rows": rows, "stopped": found.stopped, "steps": found.steps}
 

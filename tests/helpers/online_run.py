@@ -21,7 +21,7 @@ def main():
     from policy_server import MODEL
 
     url, out, steps, *resume = sys.argv[1:]
-    config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
+    config = tg.config.update(CONFIG, [("checkpoint.every_steps", 2)])
     options = split(steps=int(steps), steps_ahead=1, max_tokens=6)
     told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [url], "out": out, "sinks": ()}
     tg.online.train(MODEL, questions(count=50), agent=answers, **options, resume=bool(resume), **told)

@@ -11,10 +11,10 @@ from collect_run import questions
 from policy_server import MODEL
 from tracegrad.online import OnlineConfig, RolloutConfig
 
-PLAY = {"steps": 2, "samples": 4, "steps_ahead": 0, "refill": 1, "max_tokens": 12, "turns": 1}
+PLAY = {"steps": 2, "group_size": 4, "steps_ahead": 0, "max_resample_factor": 1, "max_tokens": 12, "max_turns": 1}
 
 CONFIG = tg.config.Config(
-    pack=tg.config.Pack(step_groups=2),
+    train=tg.config.Train(groups_per_step=2),
     optimizer=tg.config.Optimizer(lr=2e-3),
     advantage=tg.config.Advantage(baseline="none"),
 )
@@ -26,14 +26,14 @@ def split(**told):
     online = {name: value for name, value in told.items() if name in of_trainer}
     return {
         "online": OnlineConfig(**online),
-        "play": RolloutConfig(**{n: v for n, v in told.items() if n not in of_trainer}),
+        "rollout": RolloutConfig(**{n: v for n, v in told.items() if n not in of_trainer}),
     }
 
 
 def run(
-    server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, servers=(), evaluation=(), **more
+    server, out, *, config=CONFIG, resume=False, agent=None, tasks=None, how=None, servers=(), eval_tasks=(), **more
 ):
-    say, online = more.pop("say", lambda _: None), more
+    log, online = more.pop("log", lambda _: None), more
 
     async def answers(task_, policy):
         message = await policy.chat(task_["prompt"])
@@ -41,8 +41,8 @@ def run(
 
     told = {**(how or {"agent": agent or answers}), "objective": tg.presets.DAPO_DIRECT, "config": config}
     tasks = questions(count=8) if tasks is None else tasks
-    told.setdefault("evaluation", evaluation)
-    where = {"servers": servers or [server.url], "out": out, "resume": resume, "say": say}
+    told.setdefault("eval_tasks", eval_tasks)
+    where = {"servers": servers or [server.url], "out": out, "resume": resume, "log": log}
     return tg.online.train(MODEL, tasks, **told, **where, **split(**online), sinks=())
 
 

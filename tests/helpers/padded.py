@@ -88,7 +88,7 @@ def run(objective: Objective, data: dict[str, Tensor], **options: Any) -> Outcom
     """
     terms, corrected = terms_of(objective, data, **options)
     logprobs = data["logprobs"].clone().requires_grad_()
-    entropy = data["entropy"].clone().requires_grad_() if objective.needs.entropy else None
+    entropy = data["entropy"].clone().requires_grad_() if objective.requirements.entropy else None
     found = objective(logprobs, entropy, terms)
     found.loss.backward()
     gradient = torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad

@@ -61,7 +61,7 @@ _MISMATCH = Ratio("old", "rollout")
 OBJECTIVES = {
     "token": presets.DAPO,
     "token, direct": presets.CISPO,
-    "token, kept denominators": replace(presets.VERL_DEFAULT, gates=(Rejection(_MISMATCH, low=0.8, high=1.25),)),
+    "token, kept denominators": replace(presets.VERL_DEFAULT, rejections=(Rejection(_MISMATCH, low=0.8, high=1.25),)),
     "turn": replace(presets.DAPO, weights=(Weight(_MISMATCH, Aggregation("turn", "mean"), Truncate(0.0, 2.0)),)),
     "trace": presets.GSPO,
     "trace, geometric": presets.GMPO,
@@ -70,8 +70,8 @@ OBJECTIVES = {
     "batch normalised": presets.SLIME_MIS,
     "penalties and entropy": replace(
         with_kl(presets.DAPO, 0.1),
-        penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.3, gated=False, weighted=False, reduce=_PER_TRACE),),
-        entropy=EntropyBonus(0.2, gated=False, reduce=Reduce("token")),
+        penalties=(Penalty(Ratio("theta", "ref"), "k3", 0.3, masked=False, weighted=False, reduce=_PER_TRACE),),
+        entropy=EntropyBonus(0.2, masked=False, reduce=Reduce("token")),
     ),
 }
 """One of every class: what they sum over, at which level, with which denominators."""
@@ -127,8 +127,8 @@ def steps_of(seed: int, objective: Any, ranks: int, rank: int, *, masked: bool =
 
     Where `masked`, old ones of all that the second of two ranks holds are far from the sampled ones: gates drop it.
     """
-    told = {"token_budget": 40, "step_groups": 2, "needs": objective.needs, "seed": None}
-    told |= {name: case.pop(name) for name in ("token_budget", "step_groups", "share_prefixes") if name in case}
+    told = {"tokens_per_row": 40, "groups_per_step": 2, "requirements": objective.requirements, "seed": None}
+    told |= {name: case.pop(name) for name in ("tokens_per_row", "groups_per_step", "share_prefixes") if name in case}
     sequences, advantages = hostile(seed, **case)
     random = np.random.default_rng(seed + 100)
     base = np.nan_to_num(sequences.rollout_logprobs, nan=-1.0)
@@ -196,7 +196,7 @@ def vector(model: Any) -> torch.Tensor:
 
 
 def told(**changes: Any) -> Any:
-    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "pack.step_groups": 6, "pack.token_budget": 64}
+    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "train.groups_per_step": 6, "pack.tokens_per_row": 64}
     return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
 
 
@@ -218,7 +218,7 @@ def trained(out: Path, *, adapters: bool = False, **options: Any) -> tuple[Any, 
     changes = options.pop("changes", {})
     objective = with_kl(presets.DAPO, 0.05)
     data = options.pop("data", None) or sampled(tiny_model())
-    given = {"sinks": (), "say": lambda _: None, **options}
+    given = {"sinks": (), "log": lambda _: None, **options}
     done = train(data, model, objective=objective, out=out, config=told(**changes), **given)
     return done, vector(model)
 
@@ -226,10 +226,15 @@ def trained(out: Path, *, adapters: bool = False, **options: Any) -> tuple[Any, 
 RUNS = {
     "fsdp": {"parallel__mode": "fsdp"},
     "ddp": {"parallel__mode": "ddp"},
-    "fsdp, low memory": {"parallel__mode": "fsdp", "train__memory": "low"},
+    "fsdp, low memory": {"parallel__mode": "fsdp", "train__memory_mode": "low"},
 }
-MIXED = {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4}
-CHARGED = {"reward_kl__coef": 0.5, "reward_kl__target": 1e-4, "reward_kl__horizon": 50.0, "train__updates_per_old": 2}
+MIXED = {"train__ref_sync_steps": 2, "train__ref_mixup_alpha": 0.4}
+CHARGED = {
+    "reward_kl__coef": 0.5,
+    "reward_kl__target_kl": 1e-4,
+    "reward_kl__horizon": 50.0,
+    "train__updates_per_old_logprobs": 2,
+}
 
 
 def runs(ranks: int, rank: int, out: Path, every: bool) -> Iterator[tuple[str, Any]]:

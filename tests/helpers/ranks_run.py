@@ -38,7 +38,13 @@ def traces() -> Sequences:
 
 
 def steps(found: Sequences, ranks: Ranks) -> list[Step]:
-    given = {"token_budget": 64, "step_groups": 6, "needs": OBJECTIVE.needs, "ranks": ranks.world, "rank": ranks.rank}
+    given = {
+        "tokens_per_row": 64,
+        "groups_per_step": 6,
+        "requirements": OBJECTIVE.requirements,
+        "ranks": ranks.world,
+        "rank": ranks.rank,
+    }
     return pack(found, advantage.group_mean(found.reward, found.group), per="trace", **given)
 
 
@@ -48,9 +54,9 @@ def driven(out: Path, *, upto: int = 3, resume: bool = False, **changes: Any) ->
     if resume:
         run.restore()
     found, rows = traces(), []
-    for step in steps(found, run.ranks)[run.taken : upto]:
-        run.step(step, version=4 + run.taken, rewards=found.reward, endings=found.ending)
-        rows.append(run.row())
+    for step in steps(found, run.ranks)[run.steps_done : upto]:
+        run.step(step, version=4 + run.steps_done, rewards=found.reward, endings=found.ending)
+        rows.append(run.metrics())
     return run, rows
 
 
@@ -79,13 +85,13 @@ def cases(ranks: int, rank: int, out: Path) -> Iterator[tuple[str, Any]]:
     cut.save()
     again, _ = driven(out / "cut", resume=True, **MODES["fsdp"])
     weights = again.weights()
-    yield "restored", {"apart": apart(weights, uncut) if rank == 0 else None, "step": again.taken}
+    yield "restored", {"apart": apart(weights, uncut) if rank == 0 else None, "step": again.steps_done}
     [step, *_] = steps(traces(), again.ranks)
     newer = replace(step, version=step.version + 9 * rank)  # on the second rank alone
     try:
         again.step(newer, version=6)
     except Exception as error:
-        yield "refused", {"said": f"{type(error).__name__}: {error}", "step": again.taken}
+        yield "refused", {"said": f"{type(error).__name__}: {error}", "step": again.steps_done}
 
 
 def alone_main(out: Path) -> None:

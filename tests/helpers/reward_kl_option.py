@@ -21,7 +21,7 @@ from watched import told
 @cache
 def one_batch() -> SimpleNamespace:
     found = sampled(tiny_model())
-    feed = TrainingData.of(found, presets.DAPO, told(data__holdout=0, pack__step_groups=100))
+    feed = TrainingData.of(found, presets.DAPO, told(data__holdout=0, train__groups_per_step=100))
     old = np.full(len(found.terms), -1.0, np.float32)
     ref = -1.0 + 0.5 * np.sin(np.arange(len(found.terms)), dtype=np.float32)
     trace = np.repeat(found.trace, np.diff(found.cu_seqlens))[found.terms]
@@ -32,7 +32,7 @@ def charge(**changes) -> RewardKl:
     """One batch of the tiny model's traces, charged."""
     one = one_batch()
     chosen = told(**{f"reward_kl__{name}": value for name, value in {"coef": 0.5, **changes}.items()})
-    found = RewardKl(one.feed.source, one.feed.rewards, one.feed.used, chosen)
+    found = RewardKl(one.feed.source, one.feed.rewards, one.feed.eligible, chosen)
     found.batch(one.steps[0].totals.traces, one.trace, one.old, one.ref)
     return found
 
@@ -46,6 +46,6 @@ def reward_kl(_: Path) -> None:
     assert charge(kind="abs", cap=0.1).kl < 0.1 < charge(kind="abs").kl
     assert plain.following == 0.5
     traces_ = one_batch().steps[0].totals.traces
-    grown = charge(kind="abs", target=0.01, horizon=100.0)
+    grown = charge(kind="abs", target_kl=0.01, horizon=100.0)
     assert grown.following == pytest.approx(0.5 * (1 + 0.2 * traces_ / 100))
-    assert charge(kind="abs", target=0.01).following == pytest.approx(0.5 * (1 + 0.2 * traces_ / 10_000))
+    assert charge(kind="abs", target_kl=0.01).following == pytest.approx(0.5 * (1 + 0.2 * traces_ / 10_000))

@@ -26,7 +26,7 @@ class Running:
         command = [*WITHOUT_TORCH, "proxy", "--server", url, "--out", str(out), *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.said = []
-        while not (self.said and "a trajectory ends" in self.said[-1]):
+        while not (self.said and "to end a trajectory" in self.said[-1]):
             line = self.process.stdout.readline()
             assert line, "".join(self.said)
             self.said.append(line)

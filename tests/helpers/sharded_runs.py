@@ -70,18 +70,20 @@ def weights(place):
 
 def check_shares_of_inputs(two):
     opened = PreparedDataset.open(two)
-    feed = TrainingData.of(opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, pack__step_groups=5))
+    feed = TrainingData.of(
+        opened, presets.DR_GRPO, told(mixture__weights="3, 1", data__holdout=0, train__groups_per_step=5)
+    )
     seen = []
     for seed in range(30):
-        cut = feed.cut(seed)
+        cut = feed.assign_steps(seed)
         groups = [np.unique(opened.catalog.group[cut.of(step)]) for step in range(len(cut))]
         assert [len(each) for each in groups] == [5, 5, 5, 1]  # 12 of the first, 12 / 3 of the second
         taken = np.concatenate(groups)
         assert np.count_nonzero(taken < 12) == 12
         seen.append(frozenset(taken[taken >= 12].tolist()))
-        assert np.array_equal(cut.rows, feed.cut(seed).rows)
+        assert np.array_equal(cut.rows, feed.assign_steps(seed).rows)
     assert len(set(seen)) > 20
     assert set().union(*seen) == set(range(12, 24))
-    assert len(np.unique(opened.catalog.group[feed.cut(0, whole=True).rows])) == 24
+    assert len(np.unique(opened.catalog.group[feed.assign_steps(0, all_groups=True).rows])) == 24
     few = TrainingData.of(opened, presets.DR_GRPO, told(mixture__weights="0.001,5", data__holdout=0))
-    assert np.count_nonzero(np.unique(opened.catalog.group[few.cut(0).rows]) < 12) == 1  # at least one
+    assert np.count_nonzero(np.unique(opened.catalog.group[few.assign_steps(0).rows]) < 12) == 1  # at least one

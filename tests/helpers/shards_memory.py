@@ -61,13 +61,13 @@ def main() -> None:
     from tracegrad.trainer.dataset import PreparedDataset
     from tracegrad.trainer.steps import TrainingData
 
-    told = config.load(overrides=[("pack.token_budget", 512), ("pack.step_groups", 16), ("train.epochs", 2)])
-    told = config.update(told, [("train.updates_per_old", 2), ("terms.megabytes", 4)])
+    told = config.load(overrides=[("pack.tokens_per_row", 512), ("train.groups_per_step", 16), ("train.epochs", 2)])
+    told = config.update(told, [("train.updates_per_old_logprobs", 2), ("token_log.max_mb", 4)])
     if what == "train":
         from tiny import sampled, tiny_model
 
         # What a first run takes for itself, whatever the data: kernels, threads, caches.
-        quiet = {"objective": presets.DAPO, "sinks": (), "say": lambda _: None}
+        quiet = {"objective": presets.DAPO, "sinks": (), "log": lambda _: None}
         train(sampled(tiny_model()), tiny_model(), out=folder / "first", config=told, **quiet)
     anon, resident, seen = status("RssAnon"), status("VmRSS"), []
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

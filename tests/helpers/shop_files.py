@@ -104,15 +104,15 @@ PLAY = """
 [online]
 steps = 2
 steps_ahead = 0
-refill = 1
+max_resample_factor = 1
 
-[play]
-samples = 4
+[rollout]
+group_size = 4
 max_tokens = 12
-turns = 1
+max_turns = 1
 
-[pack]
-step_groups = 2
+[train]
+groups_per_step = 2
 
 [optimizer]
 lr = 2e-3

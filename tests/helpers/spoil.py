@@ -22,7 +22,7 @@ def _recorded() -> tuple[bytes, ...]:
     """Groups of the example without a cut turn, a rewritten history or equal rewards: 30 groups, 240 traces."""
     traces = tg.read(EXAMPLE / "traces.jsonl.zst", limit=400)
     sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL))
-    noted = {traces.groups[i] for i in sequences.drift.trace}
+    noted = {traces.groups[i] for i in sequences.alignment_report.trace}
     for trace in traces:
         noted |= {trace.group for generation in trace.generations if generation.finish_reason == "length"}
     for group in set(traces.groups):

@@ -36,7 +36,7 @@ RUNS = [(1, "none", memory, 0) for memory in ("speed", "balanced", "low")]
 RUNS += [(ranks, "fsdp", memory, 0) for ranks in (2, 4) for memory in ("speed", "balanced", "low")]
 RUNS += [(2, "ddp", "speed", 0), (4, "ddp", "speed", 0)]
 RUNS += [(2, "ddp", "speed", 4), (2, "fsdp", "speed", 4), (4, "fsdp", "low", 4)]
-"""Ranks, parallel.mode, train.memory, train.lora_rank."""
+"""Ranks, parallel.mode, train.memory_mode, train.lora_rank."""
 
 
 def model_of() -> Any:
@@ -80,7 +80,12 @@ def counted(name: str, into: list[Any], batches: int) -> None:
 def rank_main(port: int, ranks: int, rank: int, out: Path, mode: str, memory: str, adapters: int) -> None:
     if ranks > 1:
         joined(port, ranks, rank)
-    changes = {"train.memory": memory, "pack.step_groups": 2, "pack.token_budget": 8 * UNIT, "data.holdout": 0}
+    changes = {
+        "train.memory_mode": memory,
+        "train.groups_per_step": 2,
+        "pack.tokens_per_row": 8 * UNIT,
+        "data.holdout": 0,
+    }
     changes |= {"parallel.mode": mode, "train.lora_rank": adapters, "train.device": "cpu"}
     told = config.load(overrides=[*changes.items()])
     traces, model = traces_of(VOCABULARY, UNIT), model_of()
@@ -89,11 +94,11 @@ def rank_main(port: int, ranks: int, rank: int, out: Path, mode: str, memory: st
     counted("optimizer_step", steps, 1)
     counted("measure", measured, 1)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    given = {"objective": OBJECTIVE, "config": told, "sinks": (), "say": lambda _: None}
+    given = {"objective": OBJECTIVE, "config": told, "sinks": (), "log": lambda _: None}
     with Allocated() as held:
         train(traces, model, out=out / f"{ranks} {mode} {memory} {adapters}", **given)
     if rank == 0:
-        feed = TrainingData.of(traces, OBJECTIVE, told, ranks=ranks, shape=ModelShape.known(model.config))
+        feed = TrainingData.of(traces, OBJECTIVE, told, ranks=ranks, shape=ModelShape.try_of(model.config))
         said = estimate_resources(out / "model", told, feed, ranks).as_dict()
         found = {"steps": steps, "measured": measured, "peak": held.peak, "parameters": parameters}
         case = {"ranks": ranks, "mode": mode, "memory": memory, "adapters": adapters}

@@ -24,7 +24,7 @@ def traces():
 
 def told(**changes):
     """A config of dotted names with double underscores for dots."""
-    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "pack.step_groups": 6, "pack.token_budget": 64}
+    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "train.groups_per_step": 6, "pack.tokens_per_row": 64}
     return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
 
 
@@ -38,7 +38,7 @@ def run(traces, out, model=None, *, objective=presets.DAPO, resume=False, sinks=
         config=told(**changes),
         resume=resume,
         sinks=sinks,
-        say=lambda _: None,
+        log=lambda _: None,
     )
     return done, {name: value.clone() for name, value in model.state_dict().items()}
 

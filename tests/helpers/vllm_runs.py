@@ -4,12 +4,12 @@ import online
 import tracegrad as tg
 from tracegrad.online import OnlineConfig, RolloutConfig
 
-CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=4), optimizer=tg.config.Optimizer(lr=4e-4))
+CONFIG = tg.config.Config(train=tg.config.Train(groups_per_step=4), optimizer=tg.config.Optimizer(lr=4e-4))
 
 
 def run(example, url, out, *, config=CONFIG, key=None, **told):
     """Steps of four groups of four."""
-    play = RolloutConfig(samples=4, max_tokens=64, turns=4, temperature=told.pop("temperature", 1.0))
+    play = RolloutConfig(group_size=4, max_tokens=64, max_turns=4, temperature=told.pop("temperature", 1.0))
     return tg.online.train(
         example / "model",
         online.tasks("traces", 0),
@@ -17,7 +17,7 @@ def run(example, url, out, *, config=CONFIG, key=None, **told):
         objective=tg.presets.DAPO_DIRECT,
         config=config,
         online=OnlineConfig(**{"steps": 3, "steps_ahead": 0, **told}),
-        play=play,
+        rollout=play,
         servers=[url],
         key=key,
         out=out,

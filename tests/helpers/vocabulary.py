@@ -73,7 +73,7 @@ def align(tokenizer: tg.Tokenizer, *records: dict[str, Any], **options: Any) -> 
 
 def reasons(sequences: tg.Sequences) -> set[str]:
     """`R01`, ... of the findings."""
-    return {name[:3] for name in sequences.drift.table()}
+    return {name[:3] for name in sequences.alignment_report.table()}
 
 
 def text(tokenizer: tg.Tokenizer, ids: Any) -> str:

@@ -23,7 +23,7 @@ GROUPS, SIZE = 12, 4
 
 def told(**changes: Any) -> config.Config:
     """Three steps an epoch, of three groups each; a quarter of the groups is held out. Dots are double underscores."""
-    base = {"data.holdout": 0.25, "pack.step_groups": 3, "optimizer.lr": 3e-3}
+    base = {"data.holdout": 0.25, "train.groups_per_step": 3, "optimizer.lr": 3e-3}
     return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
 
 
@@ -55,5 +55,5 @@ def watched(data: Sequences, out: Path, *, objective: Objective = presets.DAPO, 
 
     model, chosen = tiny_model(), told(**changes)
     with mock.patch.object(trainer, "optimizer_step", taken):
-        done = train(data, model, objective=objective, out=out, config=chosen, sinks=None, say=lambda _: None)
+        done = train(data, model, objective=objective, out=out, config=chosen, sinks=None, log=lambda _: None)
     return SimpleNamespace(done=done, steps=steps, model=model, out=out, data=data)

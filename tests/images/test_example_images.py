@@ -20,9 +20,9 @@ def test_the_recording_has_the_logprobs_of_its_model():
     sequences = tg.align(tg.read(EXAMPLE / "traces.jsonl.zst"), tg.Tokenizer.from_pretrained(EXAMPLE / "model"))
     assert sequences.traces == 1024
     assert len(sequences.images.pictures) == 128
-    assert sequences.drift.rate == 0
+    assert sequences.alignment_report.rate == 0
     assert sequences.trainable.sum() == (sequences.source == 2).sum() == 2071
-    [step] = tg.pack(sequences, np.ones(1024), token_budget=4096, share_prefixes=True)
+    [step] = tg.pack(sequences, np.ones(1024), tokens_per_row=4096, share_prefixes=True)
     model = load_full_model(EXAMPLE / "model")
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
     with torch.no_grad():

@@ -55,7 +55,7 @@ def held(tokenizer, row):
         return True
     found = tg.align(traces, tokenizer, assume_canonical=True, text_only=True)
     sampled = found.turn >= 0
-    return bool(found.holds_media.all()) and sampled.any() and not found.trainable.any()
+    return bool(found.has_unknown_media.all()) and sampled.any() and not found.trainable.any()
 
 
 @pytest.mark.parametrize("line", golden())
@@ -133,12 +133,16 @@ DATA = {"type": "image", "source": {"data": "AAAA"}}
 def test_each_way_to_show_what_is_no_text_holds_and_its_neighbour_in_text_does_not(tokenizer, shown, plain):
     assert held(tokenizer, shown)
     found = tg.align(read(plain), tokenizer, assume_canonical=True, text_only=True)
-    assert not found.holds_media.any()
+    assert not found.has_unknown_media.any()
     assert found.trainable.any()
 
 
 def test_the_finding_says_what_was_left_out(tokenizer):
     found = tg.align(read(chat(images=["AAAA"])), tokenizer, text_only=True)
-    told = [text for code, text in zip(found.drift.reason, found.drift.detail, strict=True) if code == 32]
+    told = [
+        text
+        for code, text in zip(found.alignment_report.reason, found.alignment_report.detail, strict=True)
+        if code == 32
+    ]
     assert told
     assert '"images" in the record, which none of the messages has' in told[0]

@@ -29,8 +29,8 @@ def places(found: Sequences):
     for first, last in zip(images.cu_images[:-1], images.cu_images[1:], strict=True):
         row = []
         for span in range(first, last):
-            number = PICTURES.index(images.pictures.bytes_of(int(images.picture[span])))
-            row.append((number, images.at[images.cu_features[span] : images.cu_features[span + 1]].tolist()))
+            number = PICTURES.index(images.pictures.bytes_of(int(images.image[span])))
+            row.append((number, images.position[images.cu_features[span] : images.cu_features[span + 1]].tolist()))
         out.append(row)
     return out
 
@@ -40,24 +40,24 @@ def test_pictures_of_a_record_stand_where_the_server_put_them(tokenizer, folder,
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps(record) + "\n")
     traces = tg.read(path)
-    assert traces.pictures.width.tolist() == [56, 84, 56]
-    assert traces.pictures.media_type == ("image/png", "image/jpeg", "image/webp")
-    assert [traces.pictures.bytes_of(row) for row in range(3)] == PICTURES
+    assert traces.images.width.tolist() == [56, 84, 56]
+    assert traces.images.media_type == ("image/png", "image/jpeg", "image/webp")
+    assert [traces.images.bytes_of(row) for row in range(3)] == PICTURES
     assert "base64" not in json.dumps(traces[0].messages)
     found = align(traces, tokenizer)
-    assert found.drift.rate == 0
-    assert not found.holds_media.any()
+    assert found.alignment_report.rate == 0
+    assert not found.has_unknown_media.any()
     assert found.ids.tolist() == record["response"]["prompt_token_ids"] + [10, 11, 12]
     at = np.flatnonzero(found.ids == PAD).tolist()
     assert places(found) == [[(0, at[:4]), (1, at[4:10]), (0, at[10:14]), (2, at[14:])]]
-    [batch] = tg.pack(found, [1.0], token_budget=64)[0].batches
+    [batch] = tg.pack(found, [1.0], tokens_per_row=64)[0].batches
     assert batch.ids.tolist() == found.ids[: len(batch.ids)].tolist()
     with torch.no_grad():
         logps = logprobs(policy, batch)
         pixels = {}
         sent = batch.to("cpu").images
         for name in ("pixel_values", "image_grid_thw"):
-            pixels[name] = torch.cat([sent.inputs[n][name] for n in np.unique(sent.picture, return_inverse=True)[1]])
+            pixels[name] = torch.cat([sent.inputs[n][name] for n in np.unique(sent.image, return_inverse=True)[1]])
         ids = torch.from_numpy(found.ids).long()[None]
         theirs = policy(input_ids=ids, mm_token_type_ids=(ids == PAD).long(), **pixels).logits[0].log_softmax(-1)
     wanted = [theirs[t - 1, found.ids[t]].item() for t in found.terms]
@@ -73,16 +73,16 @@ def test_two_pictures_of_one_size_are_never_one_prefix(tokenizer, policy):
     found = align(read(*records), tokenizer)
     parts = found.ids.reshape(3, -1)
     assert (parts == parts[0]).all()
-    [step] = tg.pack(found, [1.0, -1.0, 0.5], token_budget=64, share_prefixes=True)
+    [step] = tg.pack(found, [1.0, -1.0, 0.5], tokens_per_row=64, share_prefixes=True)
     [batch] = step.batches
     assert len(batch.images) == 2
-    assert sorted(batch.images.picture.tolist()) == [0, 1]
+    assert sorted(batch.images.image.tolist()) == [0, 1]
     with torch.no_grad():
         shared = logprobs(policy, batch)
         alone = []
         for row in range(3):
             one = align(read(records[row]), tokenizer)
-            alone.append(logprobs(policy, tg.pack(one, [1.0], token_budget=64)[0].batches[0]))
+            alone.append(logprobs(policy, tg.pack(one, [1.0], tokens_per_row=64)[0].batches[0]))
     found = {}
     for value, term in zip(shared.tolist(), batch.term.tolist(), strict=True):
         found.setdefault(int(step.trace[term]), []).append(value)
@@ -103,11 +103,11 @@ def test_saved_pictures_come_back_with_their_files(tokenizer, folder, policy, tm
     assert places(again) == places(found) == [[(0, first), (1, second)], [(2, first)], [(0, first)], []]
     assert (tmp_path / "kept" / "media.bin").stat().st_size == sum(map(len, PICTURES))
     with pytest.raises(ArgumentError, match="TG-IMAGE-015"):
-        tg.pack(again, np.ones(4), token_budget=64)[0].batches[0].to("cpu")
-    ready = again.of_model(folder)
+        tg.pack(again, np.ones(4), tokens_per_row=64)[0].batches[0].to("cpu")
+    ready = again.with_image_processor(folder)
     with torch.no_grad():
         ours, theirs = (
-            torch.cat([logprobs(policy, batch) for batch in tg.pack(each, np.ones(4), token_budget=64)[0].batches])
+            torch.cat([logprobs(policy, batch) for batch in tg.pack(each, np.ones(4), tokens_per_row=64)[0].batches])
             for each in (ready, found)
         )
     assert torch.equal(ours, theirs)
@@ -131,9 +131,9 @@ def test_another_models_processor_is_refused(tokenizer, folder, tmp_path):
     other = vlm.processor_folder(tmp_path / "other", patch=16)
     (other / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ArgumentError, match=r"TG-IMAGE-018.*patch_size"):
-        found.of_model(other)
+        found.with_image_processor(other)
     with pytest.raises(ArgumentError, match="TG-IMAGE-018"):
-        found.of_model(tmp_path)
+        found.with_image_processor(tmp_path)
 
 
 def test_traces_selected_joined_and_subset_keep_their_pictures(tokenizer):
@@ -152,16 +152,22 @@ def test_a_picture_without_a_place_holds_the_turn(tokenizer):
     short["response"]["prompt_token_ids"].remove(PAD)
     found = align(read(short), tokenizer)
     assert not found.trainable.any()
-    assert found.holds_media.all()
+    assert found.has_unknown_media.all()
     assert found.images is None
-    assert "R34 picture_unplaced" in found.drift.table()
-    [detail] = [each for each, reason in zip(found.drift.detail, found.drift.reason, strict=True) if reason == 34]
+    assert "R34 picture_unplaced" in found.alignment_report.table()
+    [detail] = [
+        each
+        for each, reason in zip(found.alignment_report.detail, found.alignment_report.reason, strict=True)
+        if reason == 34
+    ]
     assert "56 x 56 has 4 ids" in detail
     absent = shown(0)
     absent["content"][0]["image_url"]["url"] = "https://example.org/a.png"
     found = align(read(call(tokenizer, absent, ids=prompt(tokenizer, shown(0)))), tokenizer)
-    assert "R32 media_in_prompt" in found.drift.table()
-    assert any("at an address (https:), whose bytes are not in the record" in each for each in found.drift.detail)
+    assert "R32 media_in_prompt" in found.alignment_report.table()
+    assert any(
+        "at an address (https:), whose bytes are not in the record" in each for each in found.alignment_report.detail
+    )
 
 
 def test_a_family_that_writes_marks_of_rows_between_parts_of_a_picture(tmp_path):
@@ -177,14 +183,14 @@ def test_a_family_that_writes_marks_of_rows_between_parts_of_a_picture(tmp_path)
     made = whole(text=[rendered], images=[images], return_tensors="pt")
     record = call(tokenizer, *messages, ids=made["input_ids"][0].tolist())
     found = align(read(record), tokenizer)
-    assert found.drift.rate == 0
-    assert not found.holds_media.any()
-    assert len(found.drift) == 0
+    assert found.alignment_report.rate == 0
+    assert not found.has_unknown_media.any()
+    assert len(found.alignment_report) == 0
     at = np.flatnonzero(found.ids == pad)
-    assert found.images.at.tolist() == at.tolist()
+    assert found.images.position.tolist() == at.tolist()
     assert np.diff(found.images.cu_features).tolist() == [20, 20]  # four parts and the whole, four features each
     assert (found.source[at] == 0).all()
-    [batch] = tg.pack(found, [1.0], token_budget=256)[0].batches
+    [batch] = tg.pack(found, [1.0], tokens_per_row=256)[0].batches
     ids = torch.from_numpy(found.ids).long()[None]
     with torch.no_grad():
         pixels = {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
@@ -227,7 +233,7 @@ def test_what_a_tower_costs_is_balanced_over_ranks(tokenizer, policy):
     words = {"role": "user", "content": "one two three four five six seven"}
     records = [call(tokenizer, shown(1)), *(call(tokenizer, words) for _ in range(3))]
     found = align(read(*({**record, "id": str(n)} for n, record in enumerate(records))), tokenizer)
-    many = {"token_budget": 64, "ranks": 2}
+    many = {"tokens_per_row": 64, "ranks": 2}
     plain = tg.pack(found, np.ones(4), shape=replace(shape, tower_layers=0), **many)[0].load
     heavy = replace(shape, tower_layers=3000)
     seen = tg.pack(found, np.ones(4), shape=heavy, **many)[0].load

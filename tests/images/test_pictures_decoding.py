@@ -25,7 +25,7 @@ def read(file, said="image/png"):
 @pytest.mark.parametrize(("name", "file"), [pytest.param(*each, id=each[0]) for each in files()])
 def test_size_by_the_header_and_pixels_are_those_of_others(name, file):
     traces = read(file)
-    found = traces.pictures
+    found = traces.images
     theirs = Image.open(io.BytesIO(file))
     kind = KINDS[theirs.format]
     theirs = ImageOps.exif_transpose(theirs)
@@ -72,7 +72,7 @@ def hostile():
 
 @pytest.mark.parametrize(("name", "file"), [pytest.param(*each, id=each[0]) for each in hostile()])
 def test_a_hostile_file_is_refused_with_its_name(name, file):
-    found = read(file).pictures
+    found = read(file).images
     if name == "bomb":
         assert len(found) == 0  # by its header, before anything is decoded
         return
@@ -83,7 +83,7 @@ def test_a_hostile_file_is_refused_with_its_name(name, file):
 def test_more_pixels_than_allowed_and_a_size_that_is_not_the_headers():
     file = saved(soft(57, 31), "PNG")
     with pytest.raises(ReadError, match=r"TG-IMAGE-008.*1,000"):
-        decode_image(file, "it", "image/png", (57, 31), most=1_000)
+        decode_image(file, "it", "image/png", (57, 31), max_pixels=1_000)
     with pytest.raises(ReadError, match=r"TG-IMAGE-010.*57.*31"):
         decode_image(file, "it", "image/png", (31, 57))
     with pytest.raises(ReadError):
@@ -95,12 +95,14 @@ def test_other_kinds_are_no_pictures_and_are_named(kind, tmp_path_factory):
     svg = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
     file = {"SVG": svg, "empty": b""}.get(kind) if kind in ("SVG", "empty") else saved(soft(57, 31), kind)
     traces = read(file, "image/png")
-    assert len(traces.pictures) == 0
+    assert len(traces.images) == 0
     folder = vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
     found = tg.align(traces, tg.Tokenizer.from_pretrained(folder), text_only=True)
-    assert found.holds_media.all()
+    assert found.has_unknown_media.all()
     named = "empty" if kind == "empty" else f"{'an' if kind == 'SVG' else 'a'} {kind}"
-    assert any(f"whose file is {named}, and PNG, JPEG, WebP and GIF are read" in each for each in found.drift.detail)
+    assert any(
+        f"whose file is {named}, and PNG, JPEG, WebP and GIF are read" in each for each in found.alignment_report.detail
+    )
 
 
 def test_the_digest_is_that_of_another_implementation():

@@ -57,9 +57,9 @@ def test_what_is_not_in_the_record_is_said_with_its_reason(tokenizer, folder, tm
     record["request"]["messages"][0]["content"][0] = part
     found = diagnosed([record, call(tokenizer, shown(0), reward=0.0)], tmp_path, folder)
     media = found_in(found)["media"]
-    assert (media.severity.name, media.hits.count, media.hits.of) == ("WRONG", 1, 2)
-    assert said in media.hits.found
-    assert "no road yet" not in media.check.cure
+    assert (media.severity.name, media.hits.count, media.hits.total) == ("WRONG", 1, 2)
+    assert said in media.hits.description
+    assert "no road yet" not in media.check.fix
 
 
 def test_ids_that_do_not_fit_their_pictures_are_found(tokenizer, folder, tmp_path):
@@ -74,7 +74,7 @@ def test_ids_that_do_not_fit_their_pictures_are_found(tokenizer, folder, tmp_pat
     for words, other in spoiled.items():
         record = call(tokenizer, shown("look", 0), ids=other, reward=0.0)
         found = found_in(diagnosed([right, record], tmp_path, folder))
-        assert words in found["picture_unplaced"].hits.found
+        assert words in found["picture_unplaced"].hits.description
         assert found["picture_unplaced"].severity.name == "WRONG"
         assert found["picture_unplaced"].hits.count == 1
         assert "other_prompt" not in found
@@ -87,7 +87,7 @@ def test_another_image_processor_is_found_by_the_lengths_of_pictures(folder, tmp
     (other / "preprocessor_config.json").write_text(json.dumps({**options, "patch_size": 7}))
     found = found_in(diagnosed(golden("one", "two", "four"), tmp_path, other))["picture_unplaced"]
     assert (found.severity.name, found.hits.count) == ("WRONG", 3)
-    assert "preprocessor_config.json" in found.check.cure
+    assert "preprocessor_config.json" in found.check.fix
 
 
 def test_prompts_as_they_were_sent_are_a_note(tokenizer, folder, tmp_path):
@@ -99,14 +99,14 @@ def test_prompts_as_they_were_sent_are_a_note(tokenizer, folder, tmp_path):
 
 def test_ids_that_were_expanded_twice_are_found_by_what_stands_beside_the_pictures(folder, tmp_path):
     found = found_in(diagnosed(golden("one", "two", "doubled", "literal"), tmp_path, folder))["doubled_pictures"]
-    assert (found.hits.count, found.hits.of, found.severity.name) == (1, 4, "COSTS")
+    assert (found.hits.count, found.hits.total, found.severity.name) == (1, 4, "COSTS")
     assert found.hits.first.trace == "doubled"
     # Features 4 and 6, two of the ids that were sent were expanded, so 8 are words.
-    assert found.hits.found == "8 ids of pictures beside the 10 of 2 pictures"
+    assert found.hits.description == "8 image ids in addition to the 10 of 2 images"
 
 
 def test_rescore_sees_pictures_and_a_true_recording_is_clean(folder, tmp_path):
-    found = found_in(diagnosed(golden(), tmp_path, folder, rescored=32))
+    found = found_in(diagnosed(golden(), tmp_path, folder, check_logprobs=32))
     assert not found.keys() & {"other_model", "other_pictures", "shifted_logprobs"}
 
 
@@ -140,7 +140,7 @@ def text(folder, tokenizer):
     policy, out = load_full_model(folder), []
     for n in range(4):
         record = call(tokenizer, {"role": "user", "content": f"number {n}"}, sampled=(20 + n, 30, 40, 50), reward=1.0)
-        [batch] = tg.pack(tg.align(read(record), tokenizer), [1.0], token_budget=256)[0].batches
+        [batch] = tg.pack(tg.align(read(record), tokenizer), [1.0], tokens_per_row=256)[0].batches
         with torch.no_grad():
             values = logprobs(policy, batch).tolist()
         for told, value in zip(record["response"]["choices"][0]["logprobs"]["content"], values, strict=True):
@@ -150,24 +150,26 @@ def text(folder, tokenizer):
 
 
 def test_pictures_that_were_written_again_are_further_off_than_text(folder, tmp_path, text):
-    clean = found_in(diagnosed(golden("one", "two", "four") + text, tmp_path, folder, rescored=32))
+    clean = found_in(diagnosed(golden("one", "two", "four") + text, tmp_path, folder, check_logprobs=32))
     assert not clean.keys() & {"other_model", "other_pictures"}
-    found = found_in(diagnosed(swapped(golden("one", "two", "four"), as_jpeg) + text, tmp_path, folder, rescored=32))
+    found = found_in(
+        diagnosed(swapped(golden("one", "two", "four"), as_jpeg) + text, tmp_path, folder, check_logprobs=32)
+    )
     seen = found["other_pictures"]
-    assert seen.hits.of == 24  # 8 tokens each, behind pictures
+    assert seen.hits.total == 24  # 8 tokens each, behind pictures
     assert seen.hits.first.trace == "one"
-    assert re.match(r"0\.\d+ nats on 24 tokens behind pictures, \S+ nats on 16 tokens elsewhere; ", seen.hits.found)
-    far, near = (float(each) for each in re.findall(r"(\S+) nats", seen.hits.found))
+    assert re.match(r"0\.\d+ nats on 24 tokens after images, \S+ nats on 16 tokens elsewhere; ", seen.hits.description)
+    far, near = (float(each) for each in re.findall(r"(\S+) nats", seen.hits.description))
     assert far > 0.05 > 1e-4 > near
-    assert "resized by torchvision here" in seen.hits.found
-    assert "transparent" not in seen.hits.found
+    assert "resized by torchvision here" in seen.hits.description
+    assert "transparent" not in seen.hits.description
 
 
 def test_transparent_pixels_are_said_where_logprobs_differ(folder, tmp_path):
-    assert "other_pictures" not in found_in(diagnosed(golden("alpha"), tmp_path, folder, rescored=4))
-    found = found_in(diagnosed(swapped(golden("alpha"), other_alpha), tmp_path, folder, rescored=4))
+    assert "other_pictures" not in found_in(diagnosed(golden("alpha"), tmp_path, folder, check_logprobs=4))
+    found = found_in(diagnosed(swapped(golden("alpha"), other_alpha), tmp_path, folder, check_logprobs=4))
     for name in found.keys() & {"other_model", "other_pictures"}:
-        assert "1 of 1 have transparent pixels, which show white here" in found[name].hits.found
+        assert "1 of 1 have transparent pixels, which are white here" in found[name].hits.description
     assert "other_pictures" in found
 
 
@@ -177,7 +179,7 @@ def test_text_that_is_off_as_far_as_pictures_is_another_finding(folder, tmp_path
     for record in off:
         for told in record["response"]["choices"][0]["logprobs"]["content"]:
             told["logprob"] -= 3.0
-    found = found_in(diagnosed(swapped(golden("one"), as_jpeg) + off, tmp_path, folder, rescored=32))
+    found = found_in(diagnosed(swapped(golden("one"), as_jpeg) + off, tmp_path, folder, check_logprobs=32))
     assert "other_model" in found
     assert "other_pictures" not in found
 
@@ -188,15 +190,15 @@ def test_a_picture_that_cannot_be_decoded_is_found_and_the_others_are_rescored(f
 
     # The third file is WebP: cut, its header is whole.
     rows = swapped(golden("one", "two", "adjacent"), cut)
-    found = found_in(diagnosed(rows, tmp_path, folder, rescored=32))
+    found = found_in(diagnosed(rows, tmp_path, folder, check_logprobs=32))
     broken = found["broken_pictures"]
-    assert (broken.severity.name, broken.hits.count, broken.hits.of) == ("WRONG", 1, 3)
+    assert (broken.severity.name, broken.hits.count, broken.hits.total) == ("WRONG", 1, 3)
     assert broken.hits.first.trace == "adjacent"
-    assert "cannot be decoded" in broken.hits.found
+    assert "cannot be decoded" in broken.hits.description
     assert not found.keys() & {"other_model", "other_pictures"}
-    alone = found_in(diagnosed(rows[2:], tmp_path, folder, rescored=32))
+    alone = found_in(diagnosed(rows[2:], tmp_path, folder, check_logprobs=32))
     assert alone["broken_pictures"].hits.count == 1
-    assert "broken_pictures" not in found_in(diagnosed(golden("adjacent") + text, tmp_path, folder, rescored=32))
+    assert "broken_pictures" not in found_in(diagnosed(golden("adjacent") + text, tmp_path, folder, check_logprobs=32))
 
 
 def test_pads_that_a_user_wrote_are_words_and_no_second_expansion(tokenizer, folder, tmp_path):

@@ -95,7 +95,7 @@ def hexed(file):
 
 def read(record):
     traces = tg.Traces.from_records([record])
-    assert [traces.pictures.bytes_of(row) for row in range(len(traces.pictures))] == FILES
+    assert [traces.images.bytes_of(row) for row in range(len(traces.images))] == FILES
     for data in DATA:
         assert data not in json.dumps(traces[0].messages)
     return traces[0]
@@ -137,21 +137,21 @@ def test_rows_of_trl_and_of_tables():
     table = pa.Table.from_pylist([{"messages": [*ask, {"role": "assistant", "content": "x"}], "images": images}])
     found = tg.read(table)
     assert shown(found[0].messages) == [0, 1, "a"]
-    assert [found.pictures.bytes_of(row) for row in (0, 1)] == FILES
+    assert [found.images.bytes_of(row) for row in (0, 1)] == FILES
 
 
 def test_a_record_that_is_no_strict_json_gives_its_pictures_back(tmp_path):
     path = tmp_path / "traces.jsonl"
     path.write_text(json.dumps({**FORMS["chat"], "reward": float("nan"), "other": float("inf")}) + "\n")
     found = tg.read(path)
-    assert [found.pictures.bytes_of(row) for row in (0, 1)] == FILES
+    assert [found.images.bytes_of(row) for row in (0, 1)] == FILES
 
 
 def test_a_column_beside_a_picture_that_stands_there_loses_neither():
     part = {"type": "image_url", "image_url": URLS[0]}
     found = tg.Traces.from_records([chat(part, {"type": "image"}, images=[URLS[1]])])
     assert shown(found[0].messages) == [0, 1]
-    assert {found.pictures.bytes_of(row) for row in (0, 1)} == set(FILES)
+    assert {found.images.bytes_of(row) for row in (0, 1)} == set(FILES)
 
 
 def test_pictures_in_python_pickles_and_joined_sets():
@@ -159,4 +159,4 @@ def test_pictures_in_python_pickles_and_joined_sets():
 
     one, two = (tg.Traces.from_records([chat({"type": "image_url", "image_url": url})]) for url in URLS)
     both = pickle.loads(pickle.dumps(one + two + one))
-    assert [both.pictures.bytes_of(row) for row in range(len(both.pictures))] == FILES
+    assert [both.images.bytes_of(row) for row in range(len(both.images))] == FILES

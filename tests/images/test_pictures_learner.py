@@ -38,7 +38,7 @@ def traces(tmp_path_factory):
 def trained(traces, folder, out, **options):
     # A logit_bias made the server sample the pads of pictures.
     told = {"data.accept_truncated_sampling": True, "optimizer.lr": 1e-3, "train.epochs": 1, "data.holdout": 0.0}
-    told |= {"pack.token_budget": 512, **options}
+    told |= {"pack.tokens_per_row": 512, **options}
     done = tg.train(folder, traces, out=out, options=told)
     return done, load_file(done.checkpoint / "model.safetensors") if not options.get("train.lora_rank") else None
 
@@ -57,7 +57,7 @@ def test_shards_train_as_records_do_and_any_number_of_workers_prepares_them(trac
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
 def test_the_tower_is_trained_on_request(traces, folder, tmp_path, tower):
     before = load_file(folder / "model.safetensors")
-    done, after = trained(traces, folder, tmp_path / "run", **{"images.tower": tower})
+    done, after = trained(traces, folder, tmp_path / "run", **{"images.vision_encoder": tower})
     assert auto_class_name(done.checkpoint) == "AutoModelForImageTextToText"
     moved = {name for name in before if not before[name].equal(after[name])}
     assert any("language_model" in name for name in moved)
@@ -68,7 +68,7 @@ def test_the_tower_is_trained_on_request(traces, folder, tmp_path, tower):
 
 @pytest.mark.parametrize("tower", ["frozen", "trained"])
 def test_adapters_stand_on_the_tower_on_request(traces, folder, tmp_path, tower):
-    done, _ = trained(traces, folder, tmp_path / "run", **{"images.tower": tower, "train.lora_rank": 2})
+    done, _ = trained(traces, folder, tmp_path / "run", **{"images.vision_encoder": tower, "train.lora_rank": 2})
     adapters = load_file(done.checkpoint / "adapter_model.safetensors")
     assert any("visual" in name for name in adapters) == (tower == "trained")
     assert any(
@@ -86,14 +86,14 @@ def test_a_model_without_a_tower_is_refused(traces, folder, example, tmp_path):
     ("mode", "alone", "tower", "refused"),
     [
         ("fsdp", False, "frozen", r"TG-TRAIN-065.*parallel\.mode"),
-        ("ddp", False, "trained", r"TG-TRAIN-065.*images\.tower"),
+        ("ddp", False, "trained", r"TG-TRAIN-065.*images\.vision_encoder"),
         ("ddp", False, "frozen", None),
         ("none", True, "trained", None),
     ],
 )
 def test_ranks_that_would_run_the_tower_unlike_often_are_refused(traces, folder, mode, alone, tower, refused):
     sequences = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(folder))
-    target = SimpleNamespace(mode=mode, ranks=SimpleNamespace(alone=alone))
+    target = SimpleNamespace(mode=mode, ranks=SimpleNamespace(is_single=alone))
     config = replace(Config(), images=Images(tower))
     if refused is None:
         check_images_on_ranks(sequences, target, config)
@@ -107,5 +107,5 @@ def test_whether_shards_show_pictures_is_known_without_a_token(traces, folder, e
     for name, model, source in (("seen", folder, traces), ("text", example / "model", example / "traces.jsonl.zst")):
         prepare.prepare([str(source)], model, Data(), tmp_path / name)
         shards = tg.PreparedDataset.open(tmp_path / name)
-        assert shards.shows_pictures == (name == "seen")
+        assert shards.has_images == (name == "seen")
         assert not shards._mapped  # a run on text alone would otherwise read all of it before its first step

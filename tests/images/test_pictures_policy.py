@@ -41,8 +41,8 @@ def own_forward(model, branch, files, rule):
     """[T, H] by the model's own forward of ids, pixels and types: it finds places and positions itself."""
     row = vlm.row([branch], files, rule).to("cpu")
     shown = torch.zeros_like(row.ids)
-    shown[torch.from_numpy(row.images.at)] = 1
-    given = [row.images.inputs[number] for number in np.unique(row.images.picture, return_inverse=True)[1]]
+    shown[torch.from_numpy(row.images.position)] = 1
+    given = [row.images.inputs[number] for number in np.unique(row.images.image, return_inverse=True)[1]]
     pixels = {name: torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw")}
     model.model.rope_deltas = None
     how = {"mm_token_type_ids": shown[None], "use_cache": False}
@@ -84,10 +84,10 @@ def test_a_pad_is_a_picture_only_where_one_is_recorded(model, files, rule):
     """Against features put in by hand, as the model's own forward counts pads."""
     row = vlm.row([ODD], files, rule).to("cpu")
     embeds = model.get_input_embeddings()(row.ids)
-    given = [row.images.inputs[number] for number in np.unique(row.images.picture, return_inverse=True)[1]]
+    given = [row.images.inputs[number] for number in np.unique(row.images.image, return_inverse=True)[1]]
     pixels, grid = (torch.cat([each[name] for each in given]) for name in ("pixel_values", "image_grid_thw"))
     tower = model.model.get_image_features(pixels, grid, return_dict=True)
-    at = torch.from_numpy(row.images.at)
+    at = torch.from_numpy(row.images.position)
     embeds = embeds.index_copy(0, at, torch.cat(list(tower.pooler_output)))
     mask = torch.zeros(len(row.ids), dtype=torch.bool)
     mask[at] = True
@@ -119,7 +119,7 @@ def test_each_silent_fault_would_show(model, files, rule, spoil, monkeypatch):
         monkeypatch.setattr(vision, "_positions", lambda body, row, seen: row.positions[None])
         wrong = hidden_states(model, batch)
     elif spoil == "picture":
-        swapped = replace(batch.images, picture=np.array([2, 1, 0], np.int32))
+        swapped = replace(batch.images, image=np.array([2, 1, 0], np.int32))
         wrong = hidden_states(model, replace(batch, images=replace(swapped, inputs=None).to("cpu")))
     elif spoil == "mask":
         monkeypatch.setattr(vision, "dense_mask", lambda *_, **__: None)
@@ -176,14 +176,14 @@ def test_a_picture_that_is_lost_or_another_size_is_named(files, rule, tmp_path):
     gone = replace(row, images=replace(row.images, pictures=replace(row.images.pictures, sources=())))
     with pytest.raises(ReadError, match=name.hex()[:16]):
         gone.to("cpu")
-    fewer = replace(row.images, at=row.images.at[:-1], cu_features=row.images.cu_features - [0, 1])
+    fewer = replace(row.images, position=row.images.position[:-1], cu_features=row.images.cu_features - [0, 1])
     with pytest.raises(ArgumentError, match=r"TG-IMAGE-012.*3"):
         replace(row, images=fewer).to("cpu")
 
 
 def test_logprobs_of_a_row_are_those_of_its_head(model, files, rule):
     row = vlm.row([ONE, TWO], files, rule)
-    row = replace(row, row=np.array([9, 11], np.int32), term=np.arange(2))
+    row = replace(row, logit_row=np.array([9, 11], np.int32), term=np.arange(2))
     with torch.no_grad():
         found = logprobs(model, row)
         every = torch.log_softmax(model.lm_head(hidden_states(model, row.to("cpu"))), -1)

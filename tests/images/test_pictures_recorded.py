@@ -36,7 +36,7 @@ def recorded(folder):
 
 def gaps(policy, sequences, **how):
     """[M] |logprob of the policy - logprob of the server|."""
-    [step] = tg.pack(sequences, np.ones(sequences.traces), token_budget=4096, **how)
+    [step] = tg.pack(sequences, np.ones(sequences.traces), tokens_per_row=4096, **how)
     out = np.full(len(step), np.nan)
     with torch.no_grad():
         for batch in step.batches:
@@ -47,7 +47,7 @@ def gaps(policy, sequences, **how):
 @pytest.mark.parametrize("share", [False, True], ids=["packed", "shared"])
 def test_every_term_has_the_logprob_that_the_server_gave(policy, recorded, share):
     assert list(recorded.trace_ids) == CASES
-    assert not recorded.holds_media.any()
+    assert not recorded.has_unknown_media.any()
     found, step = gaps(policy, recorded, share_prefixes=share)
     assert len(found) == 8 * len(CASES) + 8 - 4  # two turns of one, and four pads that were sampled
     assert set(step.trace.tolist()) == set(range(len(CASES)))
@@ -62,7 +62,7 @@ def test_pillows_pixels_differ_by_a_level_and_it_says_which(policy, recorded, fo
     own = gaps(policy, recorded)[0].max()
     from transformers import AutoImageProcessor
 
-    monkeypatch.setattr(processor, "own", AutoImageProcessor.from_pretrained(folder, backend="pil"))
+    monkeypatch.setattr(processor, "image_processor", AutoImageProcessor.from_pretrained(folder, backend="pil"))
     monkeypatch.setattr(processor, "_kept", type(processor._kept)())
     assert processor.backend == "pil"
     assert 3 * own < gaps(policy, recorded)[0].max() < 2e-3
@@ -76,7 +76,7 @@ def test_a_server_of_today_gives_the_same(request, folder, policy, tmp_path):
     python = request.config.getoption("--vllm-python")
     flags = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "400", "--enable-scale-out"]
     flags += ["--limit-mm-per-prompt", '{"image":4,"video":0}', "--generation-config", "vllm"]
-    told = {"name": "vlm", "arguments": flags, "log": tmp_path / "log"}
+    told = {"name": "vlm", "arguments": flags, "log_path": tmp_path / "log"}
     tokenizer = tg.Tokenizer.from_pretrained(folder)
     with launch(python, folder, environment={"VLLM_CPU_KVCACHE_SPACE": "1"}, **told) as server:
         rows = record(Server(server.url.removesuffix("/v1"), "vlm"), tokenizer)

@@ -78,7 +78,7 @@ def test_a_picture_stands_once_among_the_tokens_where_its_pads_are(tokenizer, tm
     html = page(found, tokenizer, tmp_path / "report.html")
     assert [alt.split(", ")[0] for alt, _ in drawn(html)] == ["picture 56 x 56", "picture 84 x 56", "picture 56 x 56"]
     assert "image_pad" not in html  # pads are not listed
-    names = [found.images.pictures.digest[row].tobytes().hex() for row in found.images.picture]
+    names = [found.images.pictures.digest[row].tobytes().hex() for row in found.images.image]
     assert [alt.split("blake3 ")[1] for alt, _ in drawn(html)] == names
     order = [html.index("look"), *(hit.start() for hit in re.finditer("<img ", html))]
     order.insert(2, html.index("and", order[1]))
@@ -165,10 +165,10 @@ def test_boxes_of_many_places_leave_the_page_small(tokenizer, tmp_path):
         name: np.insert(getattr(found, name), pads[-1] + 1, [getattr(found, name)[pads[-1]]] * many)
         for name in ("source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
     }
-    at = np.concatenate([images.at, more]).astype(np.int32)
+    at = np.concatenate([images.position, more]).astype(np.int32)
     cu = np.concatenate([images.cu_features, 4 + np.arange(1, many + 1)])
-    every = {"cu_images": np.array([0, 1 + many]), "cu_features": cu, "picture": np.zeros(1 + many, np.int32)}
-    every |= {"at": at, "pictures": replace(images.pictures, sources=(Gone(),))}
+    every = {"cu_images": np.array([0, 1 + many]), "cu_features": cu, "image": np.zeros(1 + many, np.int32)}
+    every |= {"position": at, "pictures": replace(images.pictures, sources=(Gone(),))}
     found = replace(found, ids=ids, cu_seqlens=np.array([0, len(ids)]), images=replace(images, **every), **columns)
     html = page(found, tokenizer, tmp_path / "report.html")
     assert 500 < html.count('class="picture box"') < 2000
@@ -358,8 +358,8 @@ def test_the_account_says_how_many_pictures_stand_in_how_many_traces(tokenizer):
     for row in range(4):  # a picture of several parts counts once
         part = IngestSummary("x")
         part.add(subset(found, [row])[0])
-        parts.join(json.loads(json.dumps(part.counts())))
-    assert parts.pictures == whole_of.pictures
+        parts.merge(json.loads(json.dumps(part.counts())))
+    assert parts.images == whole_of.images
     text = IngestSummary("x")
     text.add(subset(found, [3])[0])
     assert not any(line.startswith("pictures") for line in text.lines())
@@ -384,7 +384,7 @@ def test_what_a_run_has_kept_is_shown_with_its_pictures(folder, tokenizer, tmp_p
     """From records over a step to report.html, summary.json, and the viewer on the run alone."""
     rows = [{**row, "reward": float(n % 2), "group": "g"} for n, row in enumerate(golden("one", "two", "four", "tool"))]
     path = written(tmp_path / "t.jsonl", rows)
-    told = ["--model", str(folder), "--out", str(tmp_path / "run"), "--terms.keep", "all", "--data.holdout", "0"]
+    told = ["--model", str(folder), "--out", str(tmp_path / "run"), "--token_log.mode", "all", "--data.holdout", "0"]
     assert main(["train", str(path), *told]) == 0
     assert "pictures 9 places of 4 pictures in 4 traces" in capsys.readouterr().out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -393,7 +393,7 @@ def test_what_a_run_has_kept_is_shown_with_its_pictures(folder, tokenizer, tmp_p
     path.unlink()
     with Viewer([tmp_path / "run"], tmp_path / "index") as session:
         whole(session)
-        named = {session.where(n)[0]: n for n in range(session.rows)}
+        named = {session.locate(n)[0]: n for n in range(session.rows)}
         found = pieces.trace(session, named["four"])
         assert len(drawn(found["tokens"])) == 4
         assert found["messages"] == ""

@@ -37,7 +37,7 @@ def test_its_first_loss_is_that_of_packed_rows(trained, example):
     some = tg.align(tg.read(example / "traces.jsonl.zst")[:TRACES], tokenizer)
     advantages = tg.advantage.group_mean(whole.reward, whole.group)[:TRACES]
     objective = tg.presets.DAPO
-    (step,) = tg.pack(some, advantages, token_budget=4096, needs=objective.needs)
+    (step,) = tg.pack(some, advantages, tokens_per_row=4096, requirements=objective.requirements)
     model = AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32)
     with torch.no_grad():
         old = np.concatenate([tg.model.logprobs(model, batch).numpy() for batch in step.batches])

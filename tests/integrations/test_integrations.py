@@ -183,7 +183,7 @@ def test_a_missing_logprob_is_a_ratio_of_1_in_trl_and_neutral_here(start, tokeni
     holes = SimpleNamespace(model=start.model, data=data, advantages=start.advantages)
     args = config(tmp_path, data.traces, epsilon_high=0.28, **TOKEN_TIS)
     theirs = trls_own(holes, tokenizer, args)
-    assert_same_step(ours(holes, tokenizer, args, missing="neutral"), theirs, start)
+    assert_same_step(ours(holes, tokenizer, args, missing_logprobs="ratio_one"), theirs, start)
     masked = ours(holes, tokenizer, args)
     assert masked.state.log_history[0]["tracegrad/missing"] == len(data.terms[::5])
     with pytest.raises(AssertionError, match="embed_tokens"):
@@ -220,7 +220,7 @@ def own_step(branched, objective, lr=LR):
     from tracegrad.trainer.step import compute_logprobs, optimizer_step
 
     model = copy.deepcopy(branched.model)
-    (step,) = tg.pack(branched.data, branched.advantages, token_budget=64, needs=objective.needs)
+    (step,) = tg.pack(branched.data, branched.advantages, tokens_per_row=64, requirements=objective.requirements)
     step = step.with_logprobs(old=compute_logprobs(model, step.batches))
     optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr))
     return SimpleNamespace(model=model)
@@ -232,8 +232,8 @@ SPLIT = {
     "gspo, the trace's own ratio": presets.GSPO,
     "kept terms, normalised weights, a gate": replace(
         presets.GRPO,
-        gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.7, high=1.5),),
-        weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0), normalize=True),),
+        rejections=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.7, high=1.5),),
+        weights=(Weight(Ratio("old", "rollout"), transform=Truncate(0.0, 2.0), normalize=True),),
         reduce=Reduce("trace", "mean", denominator="kept"),
     ),
     "theta/rollout": presets.GRPO_DIRECT,
@@ -297,7 +297,7 @@ def test_each_epoch_takes_each_trace_once(start, tokenizer, tmp_path):
 
 
 def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_path):
-    def build(objective=presets.DAPO, missing="mask", **changes):
+    def build(objective=presets.DAPO, missing_logprobs="mask", **changes):
         args = config(tmp_path, start.data.traces, **changes)
         return OnTraces(
             copy.deepcopy(start.model),
@@ -305,7 +305,7 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
             start.data,
             start.advantages,
             objective=objective,
-            missing=missing,
+            missing_logprobs=missing_logprobs,
             processing_class=tokenizer,
         )
 
@@ -318,13 +318,13 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
     with pytest.raises(ArgumentError, match=r"TG-INTEG-029.*Pass.*GRPOConfig\(beta="):
         build(with_kl(presets.DAPO, 0.1))
     with pytest.raises(ArgumentError, match="TG-OBJ-020"):
-        build(presets.DAPO_DIRECT, "neutral")
+        build(presets.DAPO_DIRECT, "ratio_one")
     with pytest.raises(ArgumentError, match="TG-INTEG-029"):
         build(presets.A3PO)
 
 
 PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}
-PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=EntropyBonus(0.01, gated=False))
+PLAIN["an entropy bonus"] = replace(presets.DAPO_DIRECT, entropy=EntropyBonus(0.01, masked=False))
 PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0))
 
 
@@ -370,7 +370,7 @@ def test_token_weights_of_the_page_give_any_trainer_our_learners_step(branched):
     exec(block, scope)
     for objective in (presets.DAPO, presets.GSPO):
         model = copy.deepcopy(branched.model)
-        (step,) = tg.pack(branched.data, branched.advantages, token_budget=512, needs=objective.needs)
+        (step,) = tg.pack(branched.data, branched.advantages, tokens_per_row=512, requirements=objective.requirements)
         (batch,) = step.batches
         logprobs = tg.model.logprobs(model, batch.to("cpu"))
         order = np.argsort(batch.term)

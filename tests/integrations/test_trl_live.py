@@ -24,7 +24,7 @@ from tracegrad.objective import Aggregation, Objective, Ratio, Reduce, Rejection
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
 GROUP, LR = 4, 0.05
 PROMPTS = ["How many lamps are there?", "Order 3 chairs.", "What does a desk cost?", "Is there a rug?"]
-NO_WEIGHT = {"weights": (), "gates": ()}
+NO_WEIGHT = {"weights": (), "rejections": ()}
 GRPO, DAPO = (replace(preset, **NO_WEIGHT) for preset in (presets.GRPO, presets.DAPO))
 
 
@@ -139,7 +139,7 @@ def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing
     rollout = rollouts(start.tokenizer, missing)
     options = {"loss_type": "dapo", "epsilon_high": 0.28, **TRUNCATED}
     theirs = trained(GRPOTrainer, start, config(tmp_path, **options), rollout_func=rollout, with_ratio=True)
-    told = {"objective": presets.DAPO, "missing": "neutral", "rollout_func": rollout}
+    told = {"objective": presets.DAPO, "missing_logprobs": "ratio_one", "rollout_func": rollout}
     mine = trained(Live, start, config(tmp_path), with_ratio=True, **told)
     assert_same_step(mine, theirs, start)
     assert mine.state.log_history[0]["tracegrad/missing"] == int(
@@ -153,8 +153,8 @@ def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing
 WHOLE = {
     "a normalised weight, kept terms": replace(
         presets.GRPO,
-        gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.01, high=2.0),),
-        weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0), normalize=True),),
+        rejections=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.01, high=2.0),),
+        weights=(Weight(Ratio("old", "rollout"), transform=Truncate(0.0, 2.0), normalize=True),),
         reduce=Reduce("trace", "mean", denominator="kept"),
     ),
     "a budget": presets.M2PO,
@@ -173,7 +173,7 @@ def test_any_objective_takes_its_own_gradient_on_trls_tensors(name, accumulate, 
     args, objective = config(tmp_path, accumulate), WHOLE[name]
     trainer = trained(Live, start, args, objective=objective, rollout_func=rollouts(start.tokenizer))
     parts, model = trainer._buffered_inputs, copy.deepcopy(start.model)
-    assert bool(objective.gates) == (0 < trainer.state.log_history[0]["tracegrad/masked_fraction"] < 1)
+    assert bool(objective.rejections) == (0 < trainer.state.log_history[0]["tracegrad/masked_fraction"] < 1)
     held = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if getattr(parts[0][key], "ndim", 0)}
     ids = torch.cat([held["prompt_ids"], held["completion_ids"]], 1)
     attention = torch.cat([held["prompt_mask"], held["completion_mask"]], 1)

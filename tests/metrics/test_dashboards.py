@@ -22,7 +22,7 @@ TRACE = {"id": "a", "group": "g", "reward": 1.0, "messages": [{"role": "user", "
 def log(name, out):
     """Two rows by two processes' worth of sinks: the second goes on with the run of the first."""
     for row in ROWS:
-        [sink] = loggers.open_sinks(name, out, CONFIG)
+        [sink] = loggers.open_sinks([name], out, CONFIG)
         sink.log(row)
         sink.close()
         time.sleep(1.1)  # wandb names a run's folder by the second
@@ -86,7 +86,7 @@ sys.path.insert(0, sys.argv[1])
 from test_dashboards import CONFIG, TRACE, log
 out = Path(sys.argv[2])
 log("trackio", out)
-[sink] = loggers.open_sinks("trackio", out, CONFIG)
+[sink] = loggers.open_sinks(["trackio"], out, CONFIG)
 loggers.log_traces([sink], tg.Traces.from_records([TRACE]), 2)
 sink.close()
 from trackio.sqlite_storage import SQLiteStorage as Kept
@@ -116,10 +116,10 @@ def test_trackio_gets_numbers_and_traces(tmp_path):
 def test_a_package_that_is_not_there_is_said(name, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(ArgumentError, match=rf"TG-METRIC-006.*{name}"):
-        loggers.open_sinks(name, tmp_path, CONFIG)
+        loggers.open_sinks([name], tmp_path, CONFIG)
 
 
 def test_no_dashboard_is_opened_unless_it_is_named(tmp_path):
-    assert loggers.open_sinks("", tmp_path, CONFIG) == []
+    assert loggers.open_sinks((), tmp_path, CONFIG) == []
     with pytest.raises(ArgumentError, match="TG-CONFIG-010"):
-        tg.config.Train(log_to="tensorboard,comet")
+        tg.config.Train(report_to=("tensorboard", "comet"))

@@ -19,10 +19,10 @@ from tracegrad.metrics import Rows, Sums
 ROW = {
     "step": 1,
     "loss": 0.5,
-    "off_policy_value": 0.4,
-    "off_policy_value_low": 0.3,
-    "off_policy_value_high": 0.5,
-    "off_policy_value_known": 1,
+    "ope": 0.4,
+    "ope_low": 0.3,
+    "ope_high": 0.5,
+    "ope_reliable": 1,
 }
 
 
@@ -30,9 +30,9 @@ def test_the_names_peers_use_are_there_with_their_ratio():
     table = {metric.name: metric for metric in metrics.METRICS}
     assert len(table) == len(metrics.METRICS)
     assert table["mean_importance_ratio"].ratio == "theta / rollout"
-    assert table["frac_old_logprobs_valid"].per == "terms"
-    assert {"reward_std", "frac_reward_zero_std", "kl", "entropy"} <= set(table)  # TRL's
-    assert table["frac_old_logprobs_valid_all"].per == "tokens"
+    assert table["rollout_logprob_coverage"].per == "tokens"
+    assert {"reward_std", "frac_reward_zero_std", "entropy"} <= set(table)  # TRL's
+    assert table["rollout_logprob_coverage_all"].per == "tokens"
     assert "clip_fraction" in table
 
 
@@ -78,12 +78,12 @@ def test_rewards_are_counted_by_group_and_merge():
     reward = np.array([1.0, 1.0, 0.0, math.nan, 0.5, 0.5, 0.5, 2.0])
     group = np.array([0, 0, 1, 1, 2, 2, 3, 3])
     found = metrics.Rewards.of(reward[:4], group[:4]) + metrics.Rewards.of(reward[4:], group[4:])
-    named = found.named()
+    named = found.values()
     # known: 1, 1, 0, .5, .5, .5, 2: sum 5.5; groups 0 and 2 are flat, group 1 has one known reward: 4 of 8 traces
     assert named["reward"] == pytest.approx(5.5 / 7)
     assert named["reward_std"] == pytest.approx(np.nanstd(reward, ddof=1))
-    assert (named["frac_reward_zero_std"], named["frac_unscorable"]) == (0.5, 1 / 8)
-    assert found.all_reduce(lambda array, op: array).named() == named
+    assert (named["frac_reward_zero_std"], named["frac_no_reward"]) == (0.5, 1 / 8)
+    assert found.all_reduce(lambda array, op: array).values() == named
     with pytest.raises(ArgumentError, match="TG-METRIC-011"):
         metrics.Rewards.of([1.0], [0, 1])
 
@@ -183,7 +183,7 @@ def test_the_live_line_keeps_the_last_value_and_ends_in_a_newline():
     progress.close()
     last = stream.getvalue().split("\r")[-1]
     assert "2/3" in last
-    assert "loss 0.2500  value 0.400 (0.300-0.500)  ratio 1.500  clip 25.0%  10 tok/s" in last
+    assert "loss 0.2500  ope 0.400 (0.300-0.500)  ratio_mean 1.500  clip_fraction 25.0%  tokens_per_s 10" in last
     assert last.endswith("\n")
 
 
@@ -194,28 +194,26 @@ def test_where_there_is_no_terminal_progress_comes_in_lines():
     for step in (1, 2):
         progress.log({**ROW, "step": step})
     progress.close()
-    assert stream.getvalue() == "step 2/2  loss 0.5000  value 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
+    assert stream.getvalue() == "step 2/2  loss 0.5000  ope 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
 
 
 def test_where_no_trace_has_a_ratio_no_effective_sample_is_told():
-    assert "ESS" not in metrics.progress_line({**ROW, "off_policy_value_ess_fraction": 0.0})
-    assert "ESS 4%" in metrics.progress_line({**ROW, "off_policy_value_ess_fraction": 0.04})
+    assert "ope_ess_fraction" not in metrics.progress_line({**ROW, "ope_ess_fraction": 0.0})
+    assert "ope_ess_fraction 4%" in metrics.progress_line({**ROW, "ope_ess_fraction": 0.04})
 
 
 def test_where_the_effective_sample_is_too_small_the_line_says_so():
-    assert "value not known" in metrics.progress_line({**ROW, "off_policy_value_known": 0})
-    assert "value not known" in metrics.progress_line(
-        {"off_policy_value": 0.1, "off_policy_value_known": 0}
-    )  # one group: no interval
+    assert "ope unreliable" in metrics.progress_line({**ROW, "ope_reliable": 0})
+    assert "ope unreliable" in metrics.progress_line({"ope": 0.1, "ope_reliable": 0})  # one group: no interval
 
 
-@pytest.mark.parametrize(("first", "said"), [(1, "value no longer known"), (0, "value not known")])
+@pytest.mark.parametrize(("first", "said"), [(1, "ope no longer reliable"), (0, "ope unreliable")])
 def test_a_value_is_no_longer_known_only_where_it_was(first, said):
     pytest.importorskip("tqdm")
     stream = io.StringIO()
     progress = metrics.Progress(2, stream=stream)
-    progress.log({**ROW, "step": 1, "off_policy_value_known": first})
-    progress.log({**ROW, "step": 2, "off_policy_value_known": 0})
+    progress.log({**ROW, "step": 1, "ope_reliable": first})
+    progress.log({**ROW, "step": 2, "ope_reliable": 0})
     progress.close()
     assert said in stream.getvalue()
 

@@ -61,7 +61,7 @@ def assert_equal(found, expected):
         assert found.sums.maxima[name] == pytest.approx(value, rel=0 if exact else 1e-12, abs=0), name
     for name, value in expected.sums.totals.items():
         assert found.sums.totals[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
-    a, b = found.named(), expected.named()
+    a, b = found.values(), expected.values()
     assert list(a) == list(b)
     assert a == pytest.approx(b, rel=1e-9, abs=1e-11, nan_ok=True)
     percentiles = [name for name in a if re.search(r"_p\d", name)]
@@ -89,9 +89,9 @@ def test_terms_in_any_order_and_dealt_to_ranks_by_trace_are_the_whole():
 
 def test_what_is_of_terms_does_not_mind_a_cut_inside_a_trace():
     arrays = step()
-    whole = measured(arrays).named()
+    whole = measured(arrays).values()
     every_other = np.arange(len(arrays["trace"])) % 2 == 0
-    parts = (measured(arrays, every_other) + measured(arrays, ~every_other)).named()
+    parts = (measured(arrays, every_other) + measured(arrays, ~every_other)).values()
     of_traces = ("trace", "perplexity", "_se")
     for name in whole:
         if not any(word in name for word in of_traces):
@@ -102,14 +102,14 @@ def test_what_is_of_terms_does_not_mind_a_cut_inside_a_trace():
 def test_an_empty_part_adds_nothing():
     arrays = step()
     assert_equal(measured(arrays) + measured(arrays, slice(0, 0)), measured(arrays))
-    assert measured(arrays, slice(0, 0)).named() == {}
+    assert measured(arrays, slice(0, 0)).values() == {}
 
 
 def test_ranks_that_met_other_turns_fit_together():
     arrays = step()
     first = arrays["turn"] == 0
-    found = (measured(arrays, first) + measured(arrays, ~first)).named()
-    assert found["known_terms/turn_0"] == np.sum(first & ~np.isnan(arrays["rollout"]))
+    found = (measured(arrays, first) + measured(arrays, ~first)).values()
+    assert found["tokens_with_rollout_logprob/turn_0"] == np.sum(first & ~np.isnan(arrays["rollout"]))
 
 
 def test_two_processes_reduce_to_the_whole(tmp_path):
@@ -121,7 +121,7 @@ def test_two_processes_reduce_to_the_whole(tmp_path):
     whole = measured(step())
     for rank in range(2):
         found = np.load(tmp_path / f"{rank}.npz")
-        expected = whole.named()
+        expected = whole.values()
         assert found["names"].tolist() == list(expected)
         assert found["values"] == pytest.approx(list(expected.values()), rel=1e-9, abs=1e-11, nan_ok=True)
 
@@ -139,7 +139,7 @@ def _rank(rank, store, out):
         return tensor.numpy()
 
     arrays = step()
-    named = measured(arrays, arrays["trace"] % 2 == rank).all_reduce(all_reduce).named()
+    named = measured(arrays, arrays["trace"] % 2 == rank).all_reduce(all_reduce).values()
     np.savez(f"{out}/{rank}.npz", names=list(named), values=list(named.values()))
     distributed.destroy_process_group()
 
@@ -155,14 +155,14 @@ def test_the_numbers_are_worked_by_hand():
         keep=[True, True, False, True],
         advantages=[1.0, 1.0, -1.0, -1.0],
         gradient=[-3.0, -1.0, 2.0, 2.0],
-    ).named()
-    assert found["known_terms"] == 3
-    assert found["mismatch_mean"] == pytest.approx(3.5 / 3)
-    assert (found["mismatch_min"], found["mismatch_max"]) == (pytest.approx(0.5), pytest.approx(2.0))
-    assert found["mismatch_p50"] == 1.0
-    assert found["mismatch_ess_count"] == pytest.approx(3.5**2 / (4 + 0.25 + 1))
-    assert found["mismatch_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
-    assert found["mismatch_trace_ess"] == pytest.approx(1.0)  # both products are 1
+    ).values()
+    assert found["tokens_with_rollout_logprob"] == 3
+    assert found["old_rollout_ratio_mean"] == pytest.approx(3.5 / 3)
+    assert (found["old_rollout_ratio_min"], found["old_rollout_ratio_max"]) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert found["old_rollout_ratio_p50"] == 1.0
+    assert found["old_rollout_ratio_ess_count"] == pytest.approx(3.5**2 / (4 + 0.25 + 1))
+    assert found["old_rollout_ratio_ess"] == pytest.approx(3.5**2 / 5.25 / 3)
+    assert found["old_rollout_ratio_trace_ess"] == pytest.approx(1.0)  # both products are 1
     assert found["kl_rollout_old_k1"] == pytest.approx(0.0)
     assert found["kl_rollout_old_k2"] == pytest.approx(two**2 / 3)  # 2 * log(2)^2 / 2 over three terms
     assert found["kl_rollout_old_k3"] == pytest.approx((2 - 1 - two + 0.5 - 1 + two) / 3)
@@ -170,10 +170,10 @@ def test_the_numbers_are_worked_by_hand():
     assert found["chi2_trace"] == pytest.approx(0.0)
     assert found["perplexity_old"] == pytest.approx((math.exp(1.5) + math.exp(0.5)) / 2)
     assert found["perplexity_gap"] == pytest.approx(0.0)
-    assert found["logprob_gap_mean"] == pytest.approx(2 * two / 3)
+    assert found["old_rollout_logprob_diff_mean"] == pytest.approx(2 * two / 3)
     # kept and known: the two terms of trace 7
-    assert found["ess_count"] == pytest.approx(2.0**2 / 2.5)
-    assert found["ess"] == pytest.approx(0.8)
+    assert found["token_ess_count"] == pytest.approx(2.0**2 / 2.5)
+    assert found["token_ess"] == pytest.approx(0.8)
     assert (found["weight_mean"], found["weight_min"], found["weight_max"]) == (1.0, 0.5, 1.5)
     assert (found["weight_p5"], found["weight_p99_9"]) == (pytest.approx(0.5, rel=2e-3), 1.5)
     assert (found["advantage_mean"], found["advantage_std"]) == (0.0, 1.0)
@@ -184,10 +184,10 @@ def test_the_numbers_are_worked_by_hand():
 
 def test_the_standard_error_takes_a_trace_as_one_draw():
     """-l sums to 3, 0 and 0 over traces of 2, 1 and 1 terms: mean 3/4; residues 3 - 1.5, 0 - .75, 0 - .75."""
-    found = OffPolicySums.of([-2.0, -3.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0], trace=[0, 0, 1, 2]).named()
+    found = OffPolicySums.of([-2.0, -3.0, -1.0, -1.0], [-1.0, -1.0, -1.0, -1.0], trace=[0, 0, 1, 2]).values()
     assert found["kl_rollout_old_k1"] == 0.75
     assert found["kl_rollout_old_k1_se"] == pytest.approx(math.sqrt(3 / 2 * (1.5**2 + 2 * 0.75**2)) / 4)
-    assert math.isnan(OffPolicySums.of([-1.0], [-2.0], trace=[0]).named()["kl_rollout_old_k1_se"])
+    assert math.isnan(OffPolicySums.of([-1.0], [-2.0], trace=[0]).values()["kl_rollout_old_k1_se"])
 
 
 def test_the_standard_error_is_the_spread_over_repeated_draws():
@@ -197,7 +197,7 @@ def test_the_standard_error_is_the_spread_over_repeated_draws():
     def draw():
         shared = np.repeat(rng.normal(0, 0.1, 60), 20)  # of a whole trace, as a prefix shifts every term after it
         rollout = -rng.exponential(1.0, len(trace))
-        return OffPolicySums.of(rollout + shared + rng.normal(0, 0.1, len(trace)), rollout, trace=trace).named()
+        return OffPolicySums.of(rollout + shared + rng.normal(0, 0.1, len(trace)), rollout, trace=trace).values()
 
     runs = [draw() for _ in range(150)]
     spread = np.std([run["kl_rollout_old_k1"] for run in runs])
@@ -208,57 +208,67 @@ def test_percentiles_are_within_the_resolution():
     rng = np.random.default_rng(0)
     for scale in (1e-5, 1e-2, 0.3, 5.0):
         log = np.clip(rng.normal(0, scale, 20_000), -20, 20)
-        found = OffPolicySums.of(log - 25.0, np.full(len(log), -25.0), trace=np.arange(len(log)) // 10).named()
+        found = OffPolicySums.of(log - 25.0, np.full(len(log), -25.0), trace=np.arange(len(log)) // 10).values()
         for name, share in {"p1": 0.01, "p25": 0.25, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}.items():
             exact = np.quantile(log, share, method="inverted_cdf")
             bound = aggregate.RESOLUTION * math.hypot(exact, aggregate.FINE) * 1.01 + 1e-12
-            assert math.log(found[f"mismatch_{name}"]) == pytest.approx(exact, abs=bound, rel=0), (scale, name)
+            assert math.log(found[f"old_rollout_ratio_{name}"]) == pytest.approx(exact, abs=bound, rel=0), (scale, name)
     assert aggregate.RESOLUTION < 0.0013
 
 
 def test_on_policy_every_ratio_is_1():
     logprobs = -np.random.default_rng(0).exponential(1.0, 100)
-    found = OffPolicySums.of(logprobs, logprobs, trace=np.arange(100) // 5, weight=np.ones(100)).named()
-    ones = [name for name in found if name.startswith(("mismatch_p", "weight_p")) or name in ("ess", "mismatch_ess")]
+    found = OffPolicySums.of(logprobs, logprobs, trace=np.arange(100) // 5, weight=np.ones(100)).values()
+    ones = [
+        name
+        for name in found
+        if name.startswith(("old_rollout_ratio_p", "weight_p")) or name in ("token_ess", "old_rollout_ratio_ess")
+    ]
     assert len(ones) == 18
     assert all(found[name] == 1.0 for name in ones)
     assert found["kl_rollout_old_k3"] == found["chi2_token"] == found["chi2_trace"] == 0.0
 
 
 def test_weights_of_0_are_below_every_percentile_and_without_effect():
-    found = OffPolicySums.of([-1.0] * 4, [-1.0] * 4, trace=[0, 0, 1, 1], weight=[0.0, 0.0, 0.0, 2.0]).named()
-    assert (found["weight_p50"], found["weight_p99"], found["ess_count"]) == (0.0, 2.0, 1.0)
-    gone = OffPolicySums.of([-1.0], [-1.0], trace=[0], weight=[0.0]).named()
-    assert (gone["ess"], gone["ess_count"]) == (0.0, 0.0)
+    found = OffPolicySums.of([-1.0] * 4, [-1.0] * 4, trace=[0, 0, 1, 1], weight=[0.0, 0.0, 0.0, 2.0]).values()
+    assert (found["weight_p50"], found["weight_p99"], found["token_ess_count"]) == (0.0, 2.0, 1.0)
+    gone = OffPolicySums.of([-1.0], [-1.0], trace=[0], weight=[0.0]).values()
+    assert (gone["token_ess"], gone["token_ess_count"]) == (0.0, 0.0)
 
 
 def test_outliers_are_clamped_and_counted():
-    found = OffPolicySums.of([-1.0, -40.0, -1.0], [-31.0, -1.0, -1.0], trace=[0, 1, 2]).named()
-    assert found["mismatch_clamped"] == 2
-    assert (found["mismatch_max"], found["mismatch_min"]) == (pytest.approx(np.exp(20)), pytest.approx(np.exp(-20)))
-    assert found["logprob_gap_max"] == 39.0
+    found = OffPolicySums.of([-1.0, -40.0, -1.0], [-31.0, -1.0, -1.0], trace=[0, 1, 2]).values()
+    assert found["old_rollout_ratio_clamped"] == 2
+    assert (found["old_rollout_ratio_max"], found["old_rollout_ratio_min"]) == (
+        pytest.approx(np.exp(20)),
+        pytest.approx(np.exp(-20)),
+    )
+    assert found["old_rollout_logprob_diff_max"] == 39.0
     assert all(math.isfinite(value) for value in found.values())
 
 
 def test_a_breakdown_names_its_cells_and_adds_up():
     arrays = step()
-    found = measured(arrays).named()
+    found = measured(arrays).values()
     assert {name.split("/")[1] for name in found if "/tier" in name} == {"tier_T0", "tier_T2", "tier_unknown"}
     lags = {"lag_0", "lag_1", "lag_4-7", "lag_16+", "lag_unknown"}
     assert {name.split("/")[1] for name in found if "/lag" in name} == lags
     assert {f"turn_{i}" for i in range(8)} | {"turn_8+"} == {n.split("/")[1] for n in found if "/turn" in n}
     for cells in ("turn", "tier", "lag"):
         here = {name: value for name, value in found.items() if f"/{cells}_" in name}
-        assert sum(v for name, v in here.items() if name.startswith("known_terms/")) == found["known_terms"]
+        assert (
+            sum(v for name, v in here.items() if name.startswith("tokens_with_rollout_logprob/"))
+            == found["tokens_with_rollout_logprob"]
+        )
         assert sum(v for name, v in here.items() if name.startswith("gradient_share/")) == pytest.approx(1.0)
 
 
 def test_a_cell_says_what_its_terms_alone_say():
     arrays = step()
-    found = measured(arrays).named()
+    found = measured(arrays).values()
     cells = {"turn_8+": arrays["turn"] >= 8, "lag_1": arrays["lag"] == 1, "tier_T2": arrays["tier"] == 2}
     for cell, at in cells.items():
-        alone = measured({k: v for k, v in arrays.items() if k not in ("turn", "tier", "lag")}, at).named()
+        alone = measured({k: v for k, v in arrays.items() if k not in ("turn", "tier", "lag")}, at).values()
         for name, value in alone.items():
             assert found[f"{name}/{cell}"] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
 
@@ -266,21 +276,21 @@ def test_a_cell_says_what_its_terms_alone_say():
 def test_a_breakdown_into_one_cell_says_nothing_new():
     arrays = step()
     arrays["tier"] = np.zeros_like(arrays["tier"])
-    assert not [name for name in measured(arrays).named() if "/tier" in name]
+    assert not [name for name in measured(arrays).values() if "/tier" in name]
 
 
 def test_all_names_are_in_the_table():
-    names = {name.split("/")[0] for name in measured(step()).named()}
+    names = {name.split("/")[0] for name in measured(step()).values()}
     assert names == {row.name for row in OFF_POLICY}
 
 
 def test_only_what_was_given_is_named():
     arrays = step()
-    found = OffPolicySums.of(arrays["old"], arrays["rollout"], trace=arrays["trace"]).named()
-    assert "ess" not in found
-    assert not [name for name in found if "/" in name or name.startswith(("gradient", "advantage", "kl_old"))]
-    nothing_known = OffPolicySums.of([-1.0, -2.0], [NAN, NAN], trace=[0, 1], theta=[-1.5, -2.0]).named()
-    assert set(nothing_known) == {"kl_old"}
+    found = OffPolicySums.of(arrays["old"], arrays["rollout"], trace=arrays["trace"]).values()
+    assert "token_ess" not in found
+    assert not [name for name in found if "/" in name or name.startswith(("gradient", "advantage", "kl_old_theta"))]
+    nothing_known = OffPolicySums.of([-1.0, -2.0], [NAN, NAN], trace=[0, 1], theta=[-1.5, -2.0]).values()
+    assert set(nothing_known) == {"kl_old_theta"}
 
 
 def test_what_does_not_fit_is_refused():
@@ -297,7 +307,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_where_gates_drop_every_term_nothing_is_said_of_effective_samples():
     old, rollout = [-1.0, -2.0], [-1.5, -1.0]
-    none = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[False, False], weight=[1.0, 1.0]).named()
-    assert not {"ess", "ess_count"} & set(none)
-    one = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[True, False], weight=[0.5, 1.0]).named()
-    assert (one["ess"], one["ess_count"]) == (1.0, 1.0)
+    none = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[False, False], weight=[1.0, 1.0]).values()
+    assert not {"token_ess", "token_ess_count"} & set(none)
+    one = OffPolicySums.of(old, rollout, trace=[0, 1], keep=[True, False], weight=[0.5, 1.0]).values()
+    assert (one["token_ess"], one["token_ess_count"]) == (1.0, 1.0)

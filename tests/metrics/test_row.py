@@ -20,7 +20,7 @@ from tracegrad.trainer.step_metrics import step_metrics
 
 SHARES = {row.name for row in metrics.METRICS if row.unit == "share"} - {"device_idle"}
 """Metrics that are a part of a whole."""
-OF_THE_HELD_OUT = {"off_policy_value_ess_fraction"}
+OF_THE_HELD_OUT = {"ope_ess_fraction"}
 OF_A_CELL = {"gradient_share"}
 OF_A_RUN = {"completions/clipped_ratio", "tools/failure_frequency"}
 """Made of the sequences of a step, and of what was played; `metrics.completions` and `metrics.tools` have tests."""
@@ -54,10 +54,10 @@ def test_every_share_lies_between_0_and_1_and_does_not_depend_on_the_cut(seed, m
     case = forked(seed, more)
     s, advantages = case.sequences, case.advantages
     rewards = np.random.default_rng(seed).integers(0, 2, s.traces).astype(np.float32)
-    whole = shares(s, advantages, rewards, seed, token_budget=4096)
+    whole = shares(s, advantages, rewards, seed, tokens_per_row=4096)
     assert {name for name in whole if "/" not in name} == SHARES - OF_THE_HELD_OUT - OF_A_CELL - OF_A_RUN
-    cuts = [{"token_budget": budget}, {"token_budget": budget, "pad_to_multiple_of": 8}]
-    cuts += [{**cut, "share_prefixes": True} for cut in ({"token_budget": 4096}, *cuts)]
+    cuts = [{"tokens_per_row": budget}, {"tokens_per_row": budget, "pad_to_multiple_of": 8}]
+    cuts += [{**cut, "share_prefixes": True} for cut in ({"tokens_per_row": 4096}, *cuts)]
     for cut in cuts:
         found = shares(s, advantages, rewards, seed, **cut)
         assert found.keys() == whole.keys()
@@ -71,19 +71,19 @@ def test_tokens_of_all_kinds_are_those_of_the_branches_however_many_rows_hold_on
     # Four equal traces of 2 prompt and 4 sampled tokens: 16 of 24 have a logprob; as a tree they are 6 tokens.
     ids, trainable = [1, 2, 3, 4, 5, 6] * 4, [False, False, True, True, True, True] * 4
     s = Sequences.from_arrays(ids, np.arange(5) * 6, np.full(24, -1.0), trainable, group=[0] * 4)
-    [step] = pack(s, [1.0, -1.0, 1.0, -1.0], token_budget=64, share_prefixes=share_prefixes)
+    [step] = pack(s, [1.0, -1.0, 1.0, -1.0], tokens_per_row=64, share_prefixes=share_prefixes)
     assert sum(batch.tokens for batch in step.batches) == (6 if share_prefixes else 24)
     assert step.branch_tokens == 24
     step, outcome = outcome_of(step, 24, 0)
     row = step_metrics(step, outcome, presets.DAPO)
-    assert row["frac_old_logprobs_valid_all"] == pytest.approx(16 / 24)
-    assert row["frac_old_logprobs_valid"] == 1.0
+    assert row["rollout_logprob_coverage_all"] == pytest.approx(16 / 24)
+    assert row["rollout_logprob_coverage"] == 1.0
 
 
 def test_tokens_of_all_kinds_end_with_the_last_term_of_a_branch():
     # Branches of 4 and 3 tokens whose last terms are their third and second: 5 tokens. Of 3 terms 2 have a logprob.
     ids, trainable = [1, 2, 3, 9, 1, 4, 9], [False, True, True, False, False, True, False]
     s = Sequences.from_arrays(ids, [0, 4, 7], [np.nan, -1, np.nan, np.nan, np.nan, -1, np.nan], trainable, group=[0, 0])
-    [step] = pack(s, [1.0, -1.0], token_budget=64)
+    [step] = pack(s, [1.0, -1.0], tokens_per_row=64)
     step, outcome = outcome_of(step, 7, 0)
-    assert step_metrics(step, outcome, presets.DAPO)["frac_old_logprobs_valid_all"] == pytest.approx(2 / 5)
+    assert step_metrics(step, outcome, presets.DAPO)["rollout_logprob_coverage_all"] == pytest.approx(2 / 5)

@@ -97,8 +97,8 @@ def case():
 
 def step_of(case, budget=1024, share=False):
     """Rows of two blocks of 128 or more: one block alone is another graph."""
-    options = {"share_prefixes": share, "needs": presets.DAPO.needs, "pad_to_multiple_of": 256}
-    [step] = pack(case.sequences, case.advantages, token_budget=budget, **options)
+    options = {"share_prefixes": share, "requirements": presets.DAPO.requirements, "pad_to_multiple_of": 256}
+    [step] = pack(case.sequences, case.advantages, tokens_per_row=budget, **options)
     return case.ready(step)
 
 
@@ -127,7 +127,7 @@ def test_gemma3_is_checked_and_takes_its_first_steps_with_eight_graphs(graphs, c
     enable_flex_attention(model)
     target = wrap(model, "none")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    assert verify_rows(target, 100, trees=True) == ""
+    assert verify_rows(target, 100, share_prefixes=True) is None
     first = step_of(case, 256)
     compute_logprobs(target, first.batches, torch.bfloat16)
     optimizer_step(target, first, presets.DAPO, optimizer, grad_clip=1.0, precision=torch.bfloat16)
@@ -291,7 +291,7 @@ def test_a_kernel_that_does_not_fit_stops_a_run_on_cuda(too_large, monkeypatch):
     enable_flex_attention(model)
     as_cuda(monkeypatch)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-093.*memory.*Required.*294912.*Hardware"):
-        verify_rows(wrap(model, "none"), 64, trees=True)
+        verify_rows(wrap(model, "none"), 64, share_prefixes=True)
 
 
 def test_a_kernel_that_does_not_fit_stops_a_row_on_cuda(too_large, case, monkeypatch):
@@ -306,8 +306,8 @@ def test_a_kernel_that_does_not_fit_leads_elsewhere_to_the_attention_without_blo
     model = model_of()
     enable_flex_attention(model)
     target = wrap(model, "none")
-    assert verify_rows(target, 64, trees=True) == ""
-    assert describe_attention(target, trees=True) == (
+    assert verify_rows(target, 64, share_prefixes=True) is None
+    assert describe_attention(target, share_prefixes=True) == (
         "attention is sdpa: branches in padded batches, rows that share prefixes under a dense [T, T] mask."
     )
 
@@ -339,11 +339,13 @@ def test_the_attention_that_was_chosen_is_described(graphs):
     model = model_of()
     enable_flex_attention(model)
     target = wrap(model, "none")
-    verify_rows(target, 64, trees=True)
-    assert describe_attention(target, trees=True) == "attention is flex_attention, compiled, under block masks."
+    verify_rows(target, 64, share_prefixes=True)
+    assert (
+        describe_attention(target, share_prefixes=True) == "attention is flex_attention, compiled, under block masks."
+    )
     plain = wrap(model_of(), "none")
-    verify_rows(plain, 64, trees=False)
-    assert describe_attention(plain, trees=False) == "attention is sdpa: branches in padded batches."
+    verify_rows(plain, 64, share_prefixes=False)
+    assert describe_attention(plain, share_prefixes=False) == "attention is sdpa: branches in padded batches."
 
 
 def test_layers_are_not_compiled_for_the_attention_that_they_are_compared_with(monkeypatch, case):

@@ -91,7 +91,7 @@ def packed(model, s, budget=40, plan=None, ranks=1):
     """Logprobs [M] in the order of `s.terms`, over all rows of all ranks."""
     found = torch.zeros(int(s.trainable.sum()), dtype=next(model.parameters()).dtype)
     for rank in range(ranks):
-        for step in pack(s, np.zeros(s.traces), token_budget=budget, step_groups=2, ranks=ranks, rank=rank):
+        for step in pack(s, np.zeros(s.traces), tokens_per_row=budget, groups_per_step=2, ranks=ranks, rank=rank):
             for batch in step.batches:
                 logp = policy.logprobs(model, batch) if plan is None else by_plan(model, batch.to("cpu"), plan)
                 found = found.index_put((torch.from_numpy(np.searchsorted(s.terms, step.origin[batch.term])),), logp)
@@ -157,7 +157,7 @@ def forked():
         read=np.array([1, 2, 3, 2]),
         target=np.array([6, 7, 8, 9]),
         inv_temperature=np.ones(4, np.float32),
-        row=np.array([0, 1, 2, 0, 3]),
+        logit_row=np.array([0, 1, 2, 0, 3]),
         term=np.arange(5, dtype=np.int32),
     )
 
@@ -197,7 +197,7 @@ def test_a_prefix_that_all_branches_begin_with_changes_nothing(name, checkpointi
 
 def test_an_empty_batch_reaches_every_parameter_with_a_gradient_of_zero():
     s = Sequences.from_arrays([1, 2, 3], [0, 3], [-1, -1, -1], [False, False, True])
-    [step] = pack(s, [1.0], token_budget=8, ranks=2, rank=1, pad_to_multiple_of=8)
+    [step] = pack(s, [1.0], tokens_per_row=8, ranks=2, rank=1, pad_to_multiple_of=8)
     model = model_of("Llama")
     logp, entropy = policy.logprobs_and_entropy(model, step.batches[0])
     assert logp.shape == entropy.shape == (0,)
@@ -207,7 +207,7 @@ def test_an_empty_batch_reaches_every_parameter_with_a_gradient_of_zero():
 
 def test_entropy_is_that_of_the_sampling_distribution():
     model, s = model_of("Qwen3"), sequences(2, traces=3)
-    [step] = pack(s, np.zeros(s.traces), token_budget=1000)
+    [step] = pack(s, np.zeros(s.traces), tokens_per_row=1000)
     batch = step.batches[0].to("cpu")
     scores = model.lm_head(policy.hidden_states(model, batch, "mask")[batch.read]) * batch.inv_temperature[:, None]
     expected = torch.distributions.Categorical(logits=scores).entropy()
@@ -216,7 +216,7 @@ def test_entropy_is_that_of_the_sampling_distribution():
 
 def test_logprobs_are_float32_for_a_bfloat16_model():
     model, s = model_of("Qwen3", torch.bfloat16), sequences(2, traces=3)
-    [step] = pack(s, np.zeros(s.traces), token_budget=1000)
+    [step] = pack(s, np.zeros(s.traces), tokens_per_row=1000)
     logp = policy.logprobs(model, step.batches[0])
     assert logp.dtype == torch.float32
     exact = one_by_one(model.double(), s)
@@ -252,7 +252,7 @@ def test_looking_at_a_head_leaves_the_model_in_its_mode():
 
 
 def masks(window):
-    [step] = pack(sequences(4), np.zeros(11), token_budget=1000)
+    [step] = pack(sequences(4), np.zeros(11), tokens_per_row=1000)
     batch = step.batches[0].to("cpu")
     return batch, policy.dense_mask(batch, window=window), policy.block_mask(batch, window=window, block=16)
 
@@ -280,18 +280,18 @@ def test_the_block_mask_shows_what_the_dense_mask_shows(window):
 
 def causal():
     s = Sequences.from_arrays(np.zeros(160, int), [0, 160], -np.ones(160), np.arange(160) > 0)
-    return s, pack(s, [0.0], token_budget=160)
+    return s, pack(s, [0.0], tokens_per_row=160)
 
 
 def side_by_side():
     s = sequences(4)
-    return s, pack(s, np.zeros(11), token_budget=1000, pad_to_multiple_of=16)
+    return s, pack(s, np.zeros(11), tokens_per_row=1000, pad_to_multiple_of=16)
 
 
 def tree():
     case = cases.forked(more=30, stem=40)
     return case.sequences, pack(
-        case.sequences, case.advantages, token_budget=1000, share_prefixes=True, pad_to_multiple_of=16
+        case.sequences, case.advantages, tokens_per_row=1000, share_prefixes=True, pad_to_multiple_of=16
     )
 
 
@@ -338,7 +338,7 @@ def test_the_block_mask_is_built_without_reading_anything_back():
 
 def test_blocks_beyond_a_window_are_not_visited():
     s = Sequences.from_arrays(np.zeros(160, int), [0, 160], -np.ones(160), np.arange(160) == 159)
-    [step] = pack(s, [0.0], token_budget=160)
+    [step] = pack(s, [0.0], tokens_per_row=160)
     blocks = policy.block_mask(step.batches[0].to("cpu"), window=20, block=16)
     # a query sees 19 keys before it: its own block, the one before and the last of the one before that
     assert (blocks.kv_num_blocks + blocks.full_kv_num_blocks)[0, 0].tolist() == [1, 2] + [3] * 8
@@ -350,7 +350,7 @@ def listed(counts, indices, row):
 
 def test_some_blocks_of_a_long_branch_are_seen_whole():
     s = Sequences.from_arrays(np.zeros(90, int), [0, 90], -np.ones(90), np.arange(90) == 89)
-    [step] = pack(s, [0.0], token_budget=100)
+    [step] = pack(s, [0.0], tokens_per_row=100)
     blocks = policy.block_mask(step.batches[0].to("cpu"), block=16)
     assert blocks.full_kv_num_blocks[0, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert blocks.kv_num_blocks[0, 0].tolist() == [1] * 6
@@ -373,7 +373,7 @@ def test_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask():
 @pytest.mark.parametrize("window", [None, 40])
 def test_compiled_flex_attention_under_the_block_mask_equals_sdpa_under_the_dense_mask(window):
     s = sequences(4, traces=30)
-    [step] = pack(s, np.zeros(s.traces), token_budget=1000, pad_to_multiple_of=128)
+    [step] = pack(s, np.zeros(s.traces), tokens_per_row=1000, pad_to_multiple_of=128)
     batch = step.batches[0].to("cpu")
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, len(batch.ids), 16)
@@ -407,7 +407,7 @@ def test_a_model_with_flex_attention_is_given_the_block_mask(name, attended):
     with torch.no_grad():
         expected = packed(model, s, budget=100)
         model.set_attn_implementation("flex_attention")
-        [step, *_] = pack(s, np.zeros(s.traces), token_budget=100, step_groups=2)
+        [step, *_] = pack(s, np.zeros(s.traces), tokens_per_row=100, groups_per_step=2)
         assert policy.forward_plan(model, step.batches[0].to("cpu")) == "flex"
         ours = packed(model, s, budget=100)
     assert attended
@@ -461,7 +461,7 @@ def test_a_recurrent_or_hybrid_model_is_refused_a_shared_prefix_with_the_reason(
 
 def test_layers_that_no_mask_keeps_apart_are_refused_in_one_row():
     model = model_of("Lfm2", torch.float32, **STATEFUL["Lfm2"])
-    [step, *_] = pack(sequences(), np.zeros(11), token_budget=100)
+    [step, *_] = pack(sequences(), np.zeros(11), tokens_per_row=100)
     batch = step.batches[0].to("cpu")
     assert policy.forward_plan(model, batch) == "stack"
     with pytest.raises(ArgumentError, match=r"TG-MODEL-006.*Lfm2ForCausalLM.*LookupError.*keeps.*apart"):

@@ -57,7 +57,7 @@ class Case:
             read=nothing,
             target=torch.randint(0, V, (U,), generator=g),
             inv_temperature=torch.rand(U, generator=g) + 0.5,
-            row=torch.from_numpy(row),
+            logit_row=torch.from_numpy(row),
             term=np.arange(m, dtype=np.int32),
         )
         theta = self.plain()[0].detach()
@@ -67,7 +67,7 @@ class Case:
         ref = old + 0.2 * draw(m)
         advantages = draw(trace.max() + 1)[trace]
         advantages[trace == 4] = 0.0
-        needs = objective.needs
+        needs = objective.requirements
         turn = np.arange(m) % 2
         corrected = correct(
             (old if needs.old or not needs.rollout else None),
@@ -78,7 +78,7 @@ class Case:
             group=(trace // 3).astype(np.int32),
             advantages=advantages,
             weights=objective.weights,
-            gates=objective.gates,
+            rejections=objective.rejections,
             reduce=objective.reduce,
             reductions=objective.reductions,
         )
@@ -104,7 +104,7 @@ class Case:
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logp = (logits * self.batch.inv_temperature[:, None]).log_softmax(-1)
         chosen = logp.gather(1, self.batch.target[:, None]).squeeze(1)
-        return chosen[self.batch.row], -(logp.exp() * logp).sum(-1)[self.batch.row]
+        return chosen[self.batch.logit_row], -(logp.exp() * logp).sum(-1)[self.batch.logit_row]
 
     def ours(self, **how):
         return policy_loss(self.hidden, self.weight, self.batch, self.terms, self.objective, **how)
@@ -163,7 +163,7 @@ def test_a_running_sum_along_a_trace_is_in_the_terms_own_order_where_rows_are_sh
 MEAN = Aggregation("trace", "mean")
 OWN = {
     "term": Function(lambda view: (view.log_ratio - view.advantages).square(), "term"),
-    "trace": Function(lambda view: (view.ratio - MEAN.of(view.ratio, view, view.keep)).abs(), "trace"),
+    "trace": Function(lambda view: (view.ratio - MEAN.apply(view.ratio, view, view.keep)).abs(), "trace"),
     "batch": Function(lambda view: view.ratio * view.ratio.sum()),
     "entropy": Function(lambda view: -view.advantages * view.entropy * view.logprobs, "term", reads=("entropy",)),
 }
@@ -265,7 +265,7 @@ def test_a_frozen_head_under_an_entropy_bonus_is_exact_too():
     assert torch.allclose(torch.autograd.grad(ours.loss, hidden)[0], theirs, atol=1e-12)
     inverse = case.batch.inv_temperature
     logp, entropy = token_logprobs(hidden, case.weight, case.batch.target, inv_temperature=inverse)
-    row = case.batch.row
+    row = case.batch.logit_row
     found = torch.autograd.grad(case.objective(logp[row], entropy[row], case.terms).loss, hidden)[0]
     assert torch.allclose(found, theirs, atol=1e-12)
 
@@ -348,10 +348,12 @@ def test_an_objective_says_how_far_it_looks():
     plain = Objective(PolicyGradient())
     over = {"turn": Aggregation("turn", "mean"), "trace": Aggregation("trace", "sum")}
     for locality, level in over.items():
-        assert Objective(PolicyGradient(), gates=(Rejection(on_theta, level=level, high=2.0),)).locality == locality
-        assert Objective(PolicyGradient(), gates=(Rejection(off, level=level, high=2.0),)).locality == "term"
-    assert Objective(PolicyGradient(), gates=(Rejection(on_theta, high=2.0, drops="trace"),)).locality == "trace"
-    assert Objective(PolicyGradient(), gates=(TopEntropy(0.2, "microbatch"),)).locality == "batch"
+        assert (
+            Objective(PolicyGradient(), rejections=(Rejection(on_theta, level=level, high=2.0),)).locality == locality
+        )
+        assert Objective(PolicyGradient(), rejections=(Rejection(off, level=level, high=2.0),)).locality == "term"
+    assert Objective(PolicyGradient(), rejections=(Rejection(on_theta, high=2.0, drops="trace"),)).locality == "trace"
+    assert Objective(PolicyGradient(), rejections=(TopEntropy(0.2, "microbatch"),)).locality == "batch"
     assert with_entropy(plain, 0.1).locality == "term"
 
 

@@ -32,7 +32,7 @@ OLD, MISMATCH, DIRECT = Ratio("theta", "old"), Ratio("old", "rollout"), Ratio("t
 def kept_at(ratios, gate):
     """Which of these values of old/rollout a gate keeps, each in a trace of its own."""
     old = np.full(len(ratios), -3.0)
-    return correct(old, old - np.log(ratios), trace=np.arange(len(ratios)), gates=[gate]).keep.tolist()
+    return correct(old, old - np.log(ratios), trace=np.arange(len(ratios)), rejections=[gate]).keep.tolist()
 
 
 class TestVerlsK1BoundsTheInverseRatio:
@@ -57,7 +57,9 @@ class TestDenominatorsAfterRejection:
     gate = Rejection(MISMATCH, high=2.0)
 
     def scale(self, reduce):
-        return correct(self.old, self.rollout, trace=np.array([0, 0, 1, 1]), gates=[self.gate], reduce=reduce).scale
+        return correct(
+            self.old, self.rollout, trace=np.array([0, 0, 1, 1]), rejections=[self.gate], reduce=reduce
+        ).scale
 
     def test_all_terms_count_in_trl_slime_skyrl_areal_and_by_default(self):
         assert self.scale(Reduce("token")).tolist() == [1 / 4] * 4
@@ -73,7 +75,7 @@ class TestWhereEverythingIsRejected:
     def test_loss_and_gradient_are_zero_and_so_is_the_effective_sample_size(self):
         data = hard(0)
         data["old"] = data["rollout"] - 3.0
-        objective = replace(presets.ICEPOP, gates=presets.GEO_RS.gates)
+        objective = replace(presets.ICEPOP, rejections=presets.GEO_RS.rejections)
         found = run(objective, data)
         assert found.loss == 0
         assert (found.gradient == 0).all()
@@ -106,7 +108,7 @@ class TestBounds:
         old = np.log([0.5, 0.25])
         rollout = np.log([0.25, 0.5])
         for strict, expected in ((False, [2.0, 0.5]), (True, [0.0, 0.0])):
-            weight = Weight(MISMATCH, shape=MaskOutside(0.5, 2.0, strict=strict))
+            weight = Weight(MISMATCH, transform=MaskOutside(0.5, 2.0, strict=strict))
             found = correct(old, rollout, trace=np.arange(2), weights=[weight]).weight
             assert found.tolist() == pytest.approx(expected)
         assert kept_at([2.0], Rejection(MISMATCH, high=np.exp(np.log(2.0)))) == [True]
@@ -144,13 +146,13 @@ class TestTheSameMismatchIsCorrectedOnce:
 
 
 def test_cispo_has_no_lower_bound_and_a_default_of_a_clip_is_not_its_own():
-    bound = presets.CISPO.weights[-1].shape
+    bound = presets.CISPO.weights[-1].transform
     assert (bound.low, bound.high) == (0.0, 5.0)
     # verl's default of 0.2 on both sides lifts a ratio of 0.1 to 0.8; the paper leaves it
     terms = Terms(old=torch.zeros(1), advantages=torch.ones(1), scale=torch.ones(1))
     logprobs = torch.tensor([0.1]).log()
     for shape, expected in ((bound, 0.1), (Truncate(0.8, 1.2), 0.8)):
-        objective = Objective(PolicyGradient(), weights=(Weight(OLD, shape=shape),))
+        objective = Objective(PolicyGradient(), weights=(Weight(OLD, transform=shape),))
         assert evaluate(objective, logprobs, None, terms).per_term.weight.item() == pytest.approx(expected)
 
 
@@ -179,11 +181,11 @@ class TestAGroupOfOne:
             rloo(self.rewards, self.groups)
 
     def test_keeps_its_reward_in_verls_rloo_and_is_zero_in_its_vectorized_form(self):
-        assert rloo(self.rewards, self.groups, singleton="keep") == pytest.approx([-2.0, 2.0, 0.7])
-        assert rloo(self.rewards, self.groups, singleton="zero") == pytest.approx([-2.0, 2.0, 0.0])
+        assert rloo(self.rewards, self.groups, single_sample_group="keep") == pytest.approx([-2.0, 2.0, 0.7])
+        assert rloo(self.rewards, self.groups, single_sample_group="zero") == pytest.approx([-2.0, 2.0, 0.0])
 
     def test_keeps_its_reward_in_verls_and_skyrls_grpo(self):
-        found = group_mean(self.rewards, self.groups, scale="std", ddof=1, eps=1e-6, singleton="keep")
+        found = group_mean(self.rewards, self.groups, scale="std", ddof=1, eps=1e-6, single_sample_group="keep")
         assert found[2] == pytest.approx(0.7, rel=1e-5)
 
 
@@ -192,7 +194,7 @@ class TestAMissingLogprob:
     weights = (Weight(MISMATCH, Aggregation("trace", "mean")),)
 
     def correct(self, missing):
-        return correct(self.old, self.rollout, trace=self.trace, weights=self.weights, missing=missing)
+        return correct(self.old, self.rollout, trace=self.trace, weights=self.weights, missing_logprobs=missing)
 
     def test_is_dropped_and_counted_by_default(self):
         found = self.correct("mask")
@@ -201,10 +203,10 @@ class TestAMissingLogprob:
         assert found.metrics["missing"] == 1
 
     def test_weighs_one_where_asked_as_in_trl(self):
-        assert self.correct("neutral").weight.tolist() == pytest.approx([np.exp(0.5), 1.0])
+        assert self.correct("ratio_one").weight.tolist() == pytest.approx([np.exp(0.5), 1.0])
 
     def test_is_an_error_where_asked_and_never_a_ratio_of_one_in_disguise(self):
         with pytest.raises(ArgumentError, match="TG-RATIO-001"):
-            self.correct("refuse")
+            self.correct("error")
         with pytest.raises(ArgumentError, match="TG-OBJ-020"):
-            presets.GRPO_DIRECT.check_missing("neutral")
+            presets.GRPO_DIRECT.check_missing("ratio_one")

@@ -97,6 +97,6 @@ class TestTrl:
         padded = torch.cat([entropy, torch.full((4,), float("nan"))])[None]
         data = {"logprobs": -torch.ones(1, terms + 4), "mask": ~padded.isnan(), "advantages": torch.ones(1)}
         for share in (0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
-            objective = Objective(PolicyGradient(), gates=(TopEntropy(share, "microbatch"),))
+            objective = Objective(PolicyGradient(), rejections=(TopEntropy(share, "microbatch"),))
             kept = run(objective, data | {"entropy": padded}).per_term.keep[0, :terms]
             assert kept.tolist() == (entropy >= torch.quantile(entropy, 1 - share)).tolist(), share

@@ -27,7 +27,7 @@ from tracegrad.objective.correction import correct, proximal_alpha
 
 NAN = float("nan")
 MISMATCH = Ratio("old", "rollout")
-TIS = Weight(MISMATCH, shape=Truncate(0.0, 2.0))
+TIS = Weight(MISMATCH, transform=Truncate(0.0, 2.0))
 OLD = np.array([-1.0, -0.5, -2.0, -1.0, -0.3])
 ROLLOUT = np.array([-1.2, -2.5, NAN, -1.0, -0.4])
 TRACE = np.array([0, 0, 0, 1, 1])
@@ -89,7 +89,7 @@ class TestMissing:
 
     def test_neutral_terms_have_weight_one_outside_sums_and_means(self):
         weights = [Weight(MISMATCH, normalize=True)]
-        found = correct(OLD, ROLLOUT, trace=TRACE, weights=weights, missing="neutral")
+        found = correct(OLD, ROLLOUT, trace=TRACE, weights=weights, missing_logprobs="ratio_one")
         ratio = np.exp([0.2, 2.0, 0.0, 0.1])
         np.testing.assert_allclose(found.weight, np.insert(ratio / ratio.mean(), 2, 1.0))
         assert found.keep.all()
@@ -97,15 +97,15 @@ class TestMissing:
 
     def test_neutral_terms_fall_with_their_trace(self):
         gate = Rejection(MISMATCH, "k1", Aggregation("trace", "mean"), high=1.0)
-        found = correct(OLD, ROLLOUT, trace=TRACE, gates=[gate], missing="neutral")
+        found = correct(OLD, ROLLOUT, trace=TRACE, rejections=[gate], missing_logprobs="ratio_one")
         assert found.keep.tolist() == [False, False, False, True, True]
         assert found.metrics["masked_fraction"] == pytest.approx(3 / 5)
 
     def test_refusing_names_the_term(self):
         with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*2.*0"):
-            correct(OLD, ROLLOUT, trace=TRACE, missing="refuse")
+            correct(OLD, ROLLOUT, trace=TRACE, missing_logprobs="error")
         with pytest.raises(ArgumentError, match=r"TG-ARGS-008.*missing.*drop"):
-            correct(OLD, ROLLOUT, trace=TRACE, missing="drop")
+            correct(OLD, ROLLOUT, trace=TRACE, missing_logprobs="drop")
 
     def test_the_direct_form_masks_and_refuses_neutral(self):
         found = correct(None, ROLLOUT, trace=TRACE, reduce=Reduce("token"))
@@ -114,7 +114,7 @@ class TestMissing:
         assert found.metrics["frac_missing"] == 0.2
         assert "truncated_fraction" not in found.metrics
         with pytest.raises(ArgumentError, match="TG-OBJ-013"):
-            correct(None, ROLLOUT, trace=TRACE, missing="neutral")
+            correct(None, ROLLOUT, trace=TRACE, missing_logprobs="ratio_one")
 
     def test_an_objective_that_takes_no_ratio_of_rollout_keeps_everything(self):
         found = correct(OLD, None, trace=TRACE)
@@ -223,7 +223,7 @@ class TestLevelsAndGates:
 
     def test_a_window_sets_weights_to_zero_and_leaves_keep(self):
         found = correct(
-            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=MaskOutside(0.7, 2.0))]
+            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, transform=MaskOutside(0.7, 2.0))]
         )
         np.testing.assert_allclose(found.weight, [np.exp(0.1), np.exp(0.3), 0.0, 0.0])
         assert found.keep.all()
@@ -243,21 +243,21 @@ class TestLevelsAndGates:
         ],
     )
     def test_gates_by_hand(self, gate, keep):
-        found = correct(self.old, self.rollout, trace=self.trace, turn=self.turn, gates=[gate])
+        found = correct(self.old, self.rollout, trace=self.trace, turn=self.turn, rejections=[gate])
         assert found.keep.tolist() == [bool(flag) for flag in keep]
 
     def test_a_gate_reads_the_sign_of_the_advantage(self):
         gate = Rejection(MISMATCH, high=1.2, when="A<0")
         advantages = np.array([-1.0, -1.0, -1.0, 1.0])
-        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], advantages=advantages)
+        found = correct(self.old, self.rollout, trace=self.trace, rejections=[gate], advantages=advantages)
         assert found.keep.tolist() == [True, False, True, True]
         with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*without.*advantages"):
-            correct(self.old, self.rollout, trace=self.trace, gates=[gate])
+            correct(self.old, self.rollout, trace=self.trace, rejections=[gate])
 
     def test_weights_over_kept_terms_do_not_count_what_a_gate_dropped(self):
         gate = Rejection(MISMATCH, low=0.7)
         weight = Weight(MISMATCH, Aggregation("trace", "sum", terms="kept"))
-        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[weight])
+        found = correct(self.old, self.rollout, trace=self.trace, rejections=[gate], weights=[weight])
         np.testing.assert_allclose(found.weight[:2], np.exp(0.4))
 
     def test_a_log_ratio_beyond_the_limit_is_clamped_and_counted(self):
@@ -268,11 +268,11 @@ class TestLevelsAndGates:
     def test_everything_rejected_is_zero_and_not_nan(self):
         gate = Rejection(MISMATCH, low=1.0, high=1.0)
         reduce = Reduce("trace", "mean", denominator="kept")
-        found = correct(self.old, self.rollout, trace=self.trace, gates=[gate], weights=[TIS], reduce=reduce)
+        found = correct(self.old, self.rollout, trace=self.trace, rejections=[gate], weights=[TIS], reduce=reduce)
         assert not found.keep.any()
         assert found.scale.tolist() == [0.0] * 4
         dead = correct(
-            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, shape=MaskOutside(1.0, 1.0))]
+            self.old, self.rollout, trace=self.trace, weights=[Weight(MISMATCH, transform=MaskOutside(1.0, 1.0))]
         )
         assert not dead.weight.any()
 
@@ -316,7 +316,7 @@ def test_the_order_of_terms_does_not_matter(seed, level):
     order = generator.permutation(size)
     plan = {
         "weights": [Weight(MISMATCH, level, Truncate(0.1, 3))],
-        "gates": [Rejection(MISMATCH, "k2", level, high=1.0)],
+        "rejections": [Rejection(MISMATCH, "k2", level, high=1.0)],
     }
     plan["reduce"] = Reduce("trace", "mean", denominator="kept")
     first = correct(**columns, **plan)
@@ -328,7 +328,7 @@ def test_the_order_of_terms_does_not_matter(seed, level):
 
 TRL_MODES = {
     "token_truncate": (TIS, {"clip_max": 2.0}),
-    "token_mask": (Weight(MISMATCH, shape=MaskOutside(0.5, 5.0)), {"clip_min": 0.5, "clip_max": 5.0}),
+    "token_mask": (Weight(MISMATCH, transform=MaskOutside(0.5, 5.0)), {"clip_min": 0.5, "clip_max": 5.0}),
     "sequence_truncate": (
         Weight(MISMATCH, Aggregation("trace", "sum"), Truncate(0.1, 3.0)),
         {"clip_min": 0.1, "clip_max": 3.0},

@@ -38,7 +38,7 @@ STEP_OLD, STEP_ROLLOUT = STEP["old"], STEP["rollout"]
 
 
 def keeps(*gates, **options):
-    return correct(**STEP, gates=gates, **options).keep.tolist()
+    return correct(**STEP, rejections=gates, **options).keep.tolist()
 
 
 def log_weights(weight, **options):
@@ -69,11 +69,11 @@ class TestStatistics:
     def test_a_token_passes_up_to_its_own_value(self, stat, first, second, dtype):
         columns = {"old": self.old.astype(dtype), "rollout": self.rollout.astype(dtype), "trace": [0, 1]}
         for high, expected in [(first + PASS, True), (first - PASS, False)]:
-            assert correct(**columns, gates=[Rejection(MISMATCH, stat, high=high)]).keep[0] == expected
+            assert correct(**columns, rejections=[Rejection(MISMATCH, stat, high=high)]).keep[0] == expected
         if second >= 0 and stat != "ratio":
             return
         for low, expected in [(second - PASS, True), (second + PASS, False)]:
-            assert correct(**columns, gates=[Rejection(MISMATCH, stat, low=low)]).keep[1] == expected
+            assert correct(**columns, rejections=[Rejection(MISMATCH, stat, low=low)]).keep[1] == expected
 
     @pytest.mark.parametrize(
         ("stat", "mean"),
@@ -96,7 +96,7 @@ class TestStatistics:
         columns = {"old": np.log([0.5, 0.5]), "rollout": np.log([0.25, 0.4]), "trace": [0, 0]}
         for high, expected in [(mean + PASS, True), (mean - PASS, False)]:
             gate = Rejection(MISMATCH, stat, Aggregation("trace", "mean"), high=high)
-            assert correct(**columns, gates=[gate]).keep.tolist() == [expected] * 2
+            assert correct(**columns, rejections=[gate]).keep.tolist() == [expected] * 2
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
     def test_binary_kl_is_finite_where_a_probability_is_one(self, dtype):
@@ -104,15 +104,15 @@ class TestStatistics:
         kl = -1 / math.e + (1 - 1 / math.e) * math.log((1 - 1 / math.e + 1e-8) / 1e-8)
         columns = {"old": np.array([0.0, 0.0], dtype), "rollout": np.array([-1.0, 0.0], dtype), "trace": [0, 1]}
         for high, expected in [(kl + 1e-4, True), (kl - 1e-4, False)]:
-            keep = correct(**columns, gates=[Rejection(MISMATCH, "binary_kl", high=high)]).keep
+            keep = correct(**columns, rejections=[Rejection(MISMATCH, "binary_kl", high=high)]).keep
             assert keep.tolist() == [expected, True]
-        assert correct(**columns, gates=[Rejection(MISMATCH, "binary_kl", low=0.0)]).keep.all()
+        assert correct(**columns, rejections=[Rejection(MISMATCH, "binary_kl", low=0.0)]).keep.all()
 
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
     def test_a_difference_of_probabilities_survives_logprobs_far_below_exp(self, dtype):
         columns = {"old": np.array([-300.0, -0.1], dtype), "rollout": np.array([-0.1, -5000.0], dtype), "trace": [0, 1]}
-        assert correct(**columns, gates=[Rejection(MISMATCH, "dprob", low=-0.9)]).keep.tolist() == [False, True]
-        assert correct(**columns, gates=[Rejection(MISMATCH, "dprob", high=0.9)]).keep.tolist() == [True, False]
+        assert correct(**columns, rejections=[Rejection(MISMATCH, "dprob", low=-0.9)]).keep.tolist() == [False, True]
+        assert correct(**columns, rejections=[Rejection(MISMATCH, "dprob", high=0.9)]).keep.tolist() == [True, False]
 
     def test_only_what_is_exponentiated_is_clamped(self):
         # l = 40: k1 is 40, the ratio and k3 are those of 20
@@ -120,7 +120,9 @@ class TestStatistics:
         top = math.exp(LOG_RATIO_LIMIT)
         for stat, value in [("k1", 40), ("abs", 40), ("k2", 800), ("square", 1600), ("ratio", top), ("k3", top - 21)]:
             for factor, expected in [(1 + 1e-9, True), (1 - 1e-9, False)]:
-                assert correct(**columns, gates=[Rejection(MISMATCH, stat, high=value * factor)]).keep[0] == expected
+                assert (
+                    correct(**columns, rejections=[Rejection(MISMATCH, stat, high=value * factor)]).keep[0] == expected
+                )
 
 
 class TestGates:
@@ -175,7 +177,7 @@ class TestGates:
         theta = Rejection(Ratio("theta", "old"), high=1.0)
         proximal = Weight(Ratio("rollout", "proximal"))
         entropy = TopEntropy(0.2, scope="microbatch")
-        found = correct(**STEP, gates=[theta, entropy], weights=[proximal])
+        found = correct(**STEP, rejections=[theta, entropy], weights=[proximal])
         assert found.keep.all()
         assert (found.weight == 1).all()
 
@@ -195,7 +197,7 @@ class TestBudget:
     @pytest.mark.parametrize("dtype", [np.float64, np.float32])
     def test_the_largest_squares_fall_until_the_mean_fits(self, mean, keep, dtype):
         columns = {**STEP, "old": STEP_OLD.astype(dtype), "rollout": STEP_ROLLOUT.astype(dtype)}
-        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=mean)]).keep.tolist() == [
+        assert correct(**columns, rejections=[RejectionBudget(MISMATCH, mean=mean)]).keep.tolist() == [
             bool(flag) for flag in keep
         ]
 
@@ -231,18 +233,20 @@ class TestBudget:
     def test_the_active_quadrants(self, advantages, mean, keep):
         columns = {**STEP, "advantages": np.array(advantages, np.float64)}
         gate = RejectionBudget(MISMATCH, mean=mean, quadrants="active")
-        assert correct(**columns, gates=[gate]).keep.tolist() == [bool(flag) for flag in keep]
+        assert correct(**columns, rejections=[gate]).keep.tolist() == [bool(flag) for flag in keep]
 
     def test_the_active_quadrants_of_what_is_kept_and_known(self):
         columns = {**STEP, "advantages": np.array([1.0, 1.0, 1.0, -1.0, -1.0])}
         # 0.1 has fallen before, so that 0.04 and 0.09 are left: mean 0.065 above 0.05.
         first = Rejection(MISMATCH, "k1", high=0.05, when="A>0")
-        fell = correct(**columns, gates=[first, RejectionBudget(MISMATCH, mean=0.05, terms="kept", quadrants="active")])
+        fell = correct(
+            **columns, rejections=[first, RejectionBudget(MISMATCH, mean=0.05, terms="kept", quadrants="active")]
+        )
         assert fell.keep.tolist() == [False, False, True, True, True]
         rollout = STEP_ROLLOUT.copy()
         rollout[0] = NAN
         budget = RejectionBudget(MISMATCH, mean=0.05, quadrants="active")
-        found = correct(**{**columns, "rollout": rollout}, gates=[budget], missing="neutral")
+        found = correct(**{**columns, "rollout": rollout}, rejections=[budget], missing_logprobs="ratio_one")
         assert found.keep.tolist() == [True, False, True, True, True]
 
     def test_the_active_quadrants_need_advantages(self):
@@ -253,24 +257,28 @@ class TestBudget:
         columns = {"old": np.array([-1.0, -1.0, -2.0, -1.0]), "rollout": np.array([-1.5, -0.5, -1.0, -2.0])}
         columns["trace"] = [0, 0, 0, 0]
         # squares 0.25, 0.25, 1, 1
-        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.5)]).keep.tolist() == [
+        assert correct(**columns, rejections=[RejectionBudget(MISMATCH, mean=0.5)]).keep.tolist() == [
             True,
             True,
             False,
             False,
         ]
-        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.01)]).keep.tolist() == [
+        assert correct(**columns, rejections=[RejectionBudget(MISMATCH, mean=0.01)]).keep.tolist() == [
             True,
             True,
             False,
             False,
         ]
-        assert correct(**columns, gates=[RejectionBudget(MISMATCH, mean=0.7)]).keep.all()
+        assert correct(**columns, rejections=[RejectionBudget(MISMATCH, mean=0.7)]).keep.all()
 
     def test_a_missing_term_neither_spends_nor_falls(self):
         rollout = STEP_ROLLOUT.copy()
         rollout[3] = NAN
-        found = correct(**{**STEP, "rollout": rollout}, gates=[RejectionBudget(MISMATCH, mean=0.05)], missing="neutral")
+        found = correct(
+            **{**STEP, "rollout": rollout},
+            rejections=[RejectionBudget(MISMATCH, mean=0.05)],
+            missing_logprobs="ratio_one",
+        )
         assert found.keep.tolist() == [True, True, False, True, True]
 
 
@@ -319,11 +327,11 @@ class TestLevels:
         rollout = STEP_ROLLOUT.copy()
         rollout[0] = NAN
         weight = Weight(MISMATCH, Aggregation("trace", "prefix_sum"))
-        found = correct(**{**STEP, "rollout": rollout}, weights=[weight], missing="neutral")
+        found = correct(**{**STEP, "rollout": rollout}, weights=[weight], missing_logprobs="ratio_one")
         np.testing.assert_allclose(np.log(found.weight), [0.0, 0.3, -0.2, 1.0, -0.2], atol=1e-14)
         # the first term falls, and what is not yet counted has no level: its weight is 1
         kept = Weight(MISMATCH, Aggregation("trace", "prefix_sum", terms="kept"))
-        found = correct(**STEP, gates=[Rejection(MISMATCH, "k1", high=0.05)], weights=[kept])
+        found = correct(**STEP, rejections=[Rejection(MISMATCH, "k1", high=0.05)], weights=[kept])
         np.testing.assert_allclose(np.log(found.weight), [0.0, 0.0, -0.5, 0.0, -0.2], atol=1e-14)
 
     def test_a_level_needs_its_ids(self):
@@ -360,14 +368,14 @@ class TestShapes:
     def test_smooth_shapes_end_at_zero_and_never_at_nan(self, dtype):
         columns = {"old": np.array([-1.0, -90.0], dtype), "rollout": np.array([-90.0, -1.0], dtype), "trace": [0, 1]}
         for shape in (Gamma(2.0, 3.0), Gamma(50.0, 0.1), Gaussian(0.1)):
-            assert np.isfinite(correct(**columns, weights=[Weight(MISMATCH, shape=shape)]).weight).all(), shape
-        assert correct(**columns, weights=[Weight(MISMATCH, shape=Gamma(2.0, 3.0))]).weight[0] == 0
+            assert np.isfinite(correct(**columns, weights=[Weight(MISMATCH, transform=shape)]).weight).all(), shape
+        assert correct(**columns, weights=[Weight(MISMATCH, transform=Gamma(2.0, 3.0))]).weight[0] == 0
 
     def test_weights_multiply(self):
         weights = [
             Weight(MISMATCH),
             Weight(MISMATCH, Aggregation("trace", "sum")),
-            Weight(MISMATCH, shape=Truncate(1.0, 1.2)),
+            Weight(MISMATCH, transform=Truncate(1.0, 1.2)),
         ]
         found = correct(**STEP, weights=weights)
         expected = np.exp([0.1 - 0.1 + 0.1, 0.3 - 0.1, -0.5 - 0.1, 1 + 1, -0.2 - 0.2]) * [1, 1.2, 1, 1.2, 1]
@@ -407,7 +415,7 @@ class TestPairsOfPolicies:
         found = correct(
             **STEP,
             ref=self.ref,
-            gates=[Rejection(Ratio("ref", "rollout"), "k1", high=0.2)],
+            rejections=[Rejection(Ratio("ref", "rollout"), "k1", high=0.2)],
             weights=[Weight(MISMATCH), Weight(Ratio("old", "ref"), Aggregation("trace", "sum"))],
         )
         assert found.keep.tolist() == [True, False, True, False, True]
@@ -420,7 +428,7 @@ class TestPairsOfPolicies:
         columns = {**STEP, "rollout": rollout, "ref": self.ref}
         found = correct(**columns, weights=[Weight(Ratio("old", "ref"), Aggregation("trace", "sum"))])
         np.testing.assert_allclose(found.weight[:3], [0.0, 1.0, 1.0])
-        found = correct(**columns, weights=[Weight(Ratio("old", "ref"))], missing="neutral")
+        found = correct(**columns, weights=[Weight(Ratio("old", "ref"))], missing_logprobs="ratio_one")
         np.testing.assert_allclose(found.weight[:2], [1.0, 1.0])
 
     def test_without_rollout_the_others_have_ratios_all_the_same(self):

@@ -88,7 +88,7 @@ def evaluated(
     old, ref = theta - to_old, theta - to_ref
     terms = {"trace": trace.long(), "turn": turn.long(), "group": trace.long(), "advantages": a}
     rollout = old - of_old
-    parts = {"weights": objective.weights, "gates": objective.gates, "reductions": objective.reductions}
+    parts = {"weights": objective.weights, "rejections": objective.rejections, "reductions": objective.reductions}
     found = correct(old, rollout, ref=ref, reduce=objective.reduce, **parts, **terms)
     detached = {"weight": found.weight, "keep": found.keep, "scale": found.scale, "scales": found.scales}
     leaf = theta.clone().requires_grad_()
@@ -113,11 +113,11 @@ def future(a: float = 1.0, r: Any = (1.1, 1.1), **fields: Any) -> float:
 
 def gate(ratio: Ratio = MISMATCH, *before: Any, surrogate: Any = None, given: Any, **fields: Any) -> float:
     """-A at each kept term."""
-    return loss(surrogate or Importance(), OLD, parts={"gates": (*before, Rejection(ratio, **fields))}, **given)
+    return loss(surrogate or Importance(), OLD, parts={"rejections": (*before, Rejection(ratio, **fields))}, **given)
 
 
 def budget(*before: Any, ratio: Ratio = MISMATCH, given: Any, **fields: Any) -> float:
-    return loss(Importance(), OLD, parts={"gates": (*before, RejectionBudget(ratio, **fields))}, **given)
+    return loss(Importance(), OLD, parts={"rejections": (*before, RejectionBudget(ratio, **fields))}, **given)
 
 
 def weight(
@@ -137,22 +137,22 @@ def penalty(
     **fields: Any,
 ) -> Any:
     """(loss, gradient) of a penalty alone: A is 0."""
-    told = {"gated": False, "weighted": False, **fields}
+    told = {"masked": False, "weighted": False, **fields}
     objective = Objective(PLAIN, penalties=(Penalty(ratio, kind, coef, **told),), **{"reduce": SUM, **(parts or {})})
     done, gradient = evaluated(objective, **{"a": 0.0, "to_ref": to_ref, **(terms or {})})
     return done.loss.item(), gradient[0].item(), done.per_term.penalty.sum().item()
 
 
 def bonus(
-    parts: Any = None, entropy: Any = (1.0, 2.0), coef: float = 1.0, *, gated: bool = False, **fields: Any
+    parts: Any = None, entropy: Any = (1.0, 2.0), coef: float = 1.0, *, masked: bool = False, **fields: Any
 ) -> float:
-    told = {"entropy": EntropyBonus(coef, gated=gated, **fields), **(parts or {})}
+    told = {"entropy": EntropyBonus(coef, masked=masked, **fields), **(parts or {})}
     return loss(parts=told, a=0.0, entropy=entropy, of_old=(0.0, log(3)))
 
 
 def kept(gate_: Any, reduce: Reduce = SUM, **terms: Any) -> float:
     """How many of four terms are left, each of covariance 1: A and logp lie 1 from their means, on one side."""
-    objective = Objective(Clip(), OLD, gates=(gate_,), reduce=reduce)
+    objective = Objective(Clip(), OLD, rejections=(gate_,), reduce=reduce)
     given = {"a": (1.0, -1.0, 1.0, -1.0), "theta": (-2.0, -4.0, -2.0, -4.0), **terms}
     return evaluated(objective, **given)[0].per_term.keep.sum().item()
 
@@ -167,7 +167,7 @@ def selected(**fields: Any) -> float:
 def control(told: float, entropy: float = 0.3, coef: float = 0.1, **fields: Any) -> float:
     """The coefficient after a step of that entropy."""
     seen = EntropyController(
-        replace(presets.DAPO, entropy=EntropyBonus(coef, gated=False, adapt=AdaptiveEntropy(**fields)))
+        replace(presets.DAPO, entropy=EntropyBonus(coef, masked=False, adapt=AdaptiveEntropy(**fields)))
     )
     seen.update(entropy)
     return seen.coef
@@ -188,7 +188,7 @@ def lengths(reduce: Reduce) -> float:
 def shift(centre_or_coef: Any = 0.5, *, ratio: Ratio = REF, center: Any = None, terms: Any = None) -> float:
     told = {"to_ref": 1.0, "to_old": 0.5, **(terms or {})}
     gates = (FALLS,) if "of_old" in told else ()
-    return loss(parts={"shifts": (AdvantageShift(ratio, centre_or_coef, center),), "gates": gates}, **told)
+    return loss(parts={"shifts": (AdvantageShift(ratio, centre_or_coef, center),), "rejections": gates}, **told)
 
 
 def imitated(view: Any) -> Any:
@@ -202,7 +202,7 @@ def doubled(view: Any) -> Any:
 ABSORBED = Weight(MISMATCH)
 TWO = {"to_old": (log(2), log(3))}
 THREE_FALLS = {"of_old": (0.0, log(3))}
-KL = Penalty(REF, "k1", 1.0, gated=False, weighted=False)
+KL = Penalty(REF, "k1", 1.0, masked=False, weighted=False)
 
 ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Ratio.num": (lambda v: weight(log(2), Ratio(v, "rollout"), to_old=log(3)), ("old", 6), ("theta", 18)),
@@ -216,7 +216,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         ("turn", -5),
         ("trace", -12),
     ),
-    "Aggregation.agg": (
+    "Aggregation.reduce": (
         lambda v: loss(Importance(Aggregation("trace", v)), OLD, to_old=(log(2), log(8))),
         ("mean", -8),
         ("sum", -32),
@@ -231,7 +231,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     ),
     "Aggregation.terms": (
         lambda v: loss(
-            Importance(Aggregation("trace", "sum", terms=v)), OLD, parts={"gates": (FALLS,)}, **TWO, **THREE_FALLS
+            Importance(Aggregation("trace", "sum", terms=v)), OLD, parts={"rejections": (FALLS,)}, **TWO, **THREE_FALLS
         ),
         ("all", -6),
         ("kept", -2),
@@ -281,11 +281,15 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Function.function": (lambda v: loss(Function(v)), (imitated, 3), (doubled, 6)),
     "Function.locality": (lambda v: Objective(Function(imitated, v)).locality, ("batch", "batch"), ("term", "term")),
     "Function.times_advantage": (
-        lambda v: bool(Objective(Function(imitated, "term", v)).needs.zero_advantage),
+        lambda v: bool(Objective(Function(imitated, "term", v)).requirements.zero_advantage_reason),
         (False, True),
         (True, False),
     ),
-    "Function.reads": (lambda v: Objective(Function(imitated, reads=v)).needs.ref, ((), False), (("ref",), True)),
+    "Function.reads": (
+        lambda v: Objective(Function(imitated, reads=v)).requirements.ref,
+        ((), False),
+        (("ref",), True),
+    ),
     "Rejection.ratio": (lambda v: gate(v, high=1.5, given={"to_old": log(2)}), (MISMATCH, -2), (OLD, 0)),
     "Rejection.stat": (lambda v: gate(stat=v, high=1.5, given={"of_old": -2.0}), ("ratio", -1), ("abs", 0)),
     "Rejection.level": (
@@ -374,37 +378,41 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     ),
     "Weight.ratio": (lambda v: weight(log(2), v, to_old=log(3)), (MISMATCH, 6), (DIRECT, 18)),
     "Weight.level": (lambda v: weight((log(2), log(3)), level=v), (Aggregation(), 15), (PRODUCT, 36)),
-    "Weight.shape": (lambda v: weight(log(3), shape=v), (Identity(), 9), (Truncate(0, 2), 6)),
+    "Weight.transform": (lambda v: weight(log(3), transform=v), (Identity(), 9), (Truncate(0, 2), 6)),
     "Weight.when": (lambda v: weight(log(3), when=v), ("always", 9), ("A<0", 3)),
     "Weight.normalize": (lambda v: weight((0.0, log(3)), normalize=v), (False, 12), (True, 6)),
     # gamma(1) times 2, or gamma(2) = e 2 e^-2.
     "Weight.absorbs": (
-        lambda v: weight(log(2), OLD, ABSORBED, shape=Gamma(1, 1), absorbs=v),
+        lambda v: weight(log(2), OLD, ABSORBED, transform=Gamma(1, 1), absorbs=v),
         (False, 6),
         (True, 6 / e),
     ),
-    "Truncate.low": (lambda v: weight(log(0.25), shape=Truncate(low=v)), (0.0, 0.75), (0.5, 1.5)),
-    "Truncate.below_one": (lambda v: weight(log(3), shape=Truncate(0, 0.5 if v else 2, v)), (False, 6), (True, 1.5)),
-    "Truncate.high": (lambda v: weight(log(3), shape=Truncate(high=v)), (2.0, 6), (4.0, 9)),
-    "MaskOutside.low": (lambda v: weight(log(0.6), shape=MaskOutside(low=v)), (0.5, 1.8), (0.8, 0)),
-    "MaskOutside.high": (lambda v: weight(log(3), shape=MaskOutside(high=v)), (5.0, 9), (2.0, 0)),
-    "MaskOutside.strict": (lambda v: weight(0.0, shape=MaskOutside(1.0, 2.0, strict=v)), (False, 3), (True, 0)),
-    "Gamma.power": (lambda v: weight(log(2), shape=Gamma(v, 1)), (1, 6 / e), (2, 12 / e)),
-    "Gamma.rate": (lambda v: weight(log(2), shape=Gamma(1, v)), (1, 6 / e), (2, 6 / e**2)),
-    "Inverse.high": (lambda v: weight(0.0, OLD, to_old=log(0.25), shape=Inverse(v)), (3.0, 9), (5.0, 12)),
+    "Truncate.low": (lambda v: weight(log(0.25), transform=Truncate(low=v)), (0.0, 0.75), (0.5, 1.5)),
+    "Truncate.below_one": (
+        lambda v: weight(log(3), transform=Truncate(0, 0.5 if v else 2, v)),
+        (False, 6),
+        (True, 1.5),
+    ),
+    "Truncate.high": (lambda v: weight(log(3), transform=Truncate(high=v)), (2.0, 6), (4.0, 9)),
+    "MaskOutside.low": (lambda v: weight(log(0.6), transform=MaskOutside(low=v)), (0.5, 1.8), (0.8, 0)),
+    "MaskOutside.high": (lambda v: weight(log(3), transform=MaskOutside(high=v)), (5.0, 9), (2.0, 0)),
+    "MaskOutside.strict": (lambda v: weight(0.0, transform=MaskOutside(1.0, 2.0, strict=v)), (False, 3), (True, 0)),
+    "Gamma.power": (lambda v: weight(log(2), transform=Gamma(v, 1)), (1, 6 / e), (2, 12 / e)),
+    "Gamma.rate": (lambda v: weight(log(2), transform=Gamma(1, v)), (1, 6 / e), (2, 6 / e**2)),
+    "Inverse.high": (lambda v: weight(0.0, OLD, to_old=log(0.25), transform=Inverse(v)), (3.0, 9), (5.0, 12)),
     # Two terms at r = 1.1: f is 1.1^(1 + 1/2) and 1.1 with a half-life of one term, 1.1^(1 + 1/4) with half of it.
     "FutureClip.half_life": (lambda v: future(half_life=v), (1.0, -(1.1**2.5) - 1.21), (0.5, -(1.1**2.25) - 1.21)),
-    "FutureClip.most": (lambda v: future(half_life=1.0, most=v), (1.2, -(1.1**2.5) - 1.21), (1.05, -2.31)),
+    "FutureClip.max_factor": (lambda v: future(half_life=1.0, max_factor=v), (1.2, -(1.1**2.5) - 1.21), (1.05, -2.31)),
     "FutureClip.low": (lambda v: future(-1.0, 0.5, low=v), (0.2, 0.8), (0.4, 0.6)),
     "FutureClip.high": (lambda v: future(1.0, 2.0, high=v), (0.28, -1.28 * 1.2), (0.5, -1.5 * 1.2)),
     # Above `dual` a term is no sign of the future either.
     "FutureClip.dual": (lambda v: future(-1.0, 2.0, dual=v), (10.0, 2.4), (1.5, 1.5)),
-    "Gaussian.sigma": (lambda v: weight(1.0, shape=Gaussian(v)), (1.0, 3 * exp(-0.5)), (0.5, 3 * exp(-2))),
+    "Gaussian.sigma": (lambda v: weight(1.0, transform=Gaussian(v)), (1.0, 3 * exp(-0.5)), (0.5, 3 * exp(-2))),
     "Penalty.ratio": (lambda v: penalty(2.0, ratio=v, terms={"to_old": 1.0})[0], (REF, 2), (OLD, 1)),
     "Penalty.kind": (lambda v: penalty(-2.0, kind=v)[0], ("k1", -2), ("k3", e**2 - 3)),
     "Penalty.coef": (lambda v: penalty(2.0, coef=v)[0], (1.0, 2), (3.0, 6)),
-    "Penalty.gated": (
-        lambda v: penalty(2.0, gated=v, parts={"gates": (FALLS,)}, terms=THREE_FALLS)[0],
+    "Penalty.masked": (
+        lambda v: penalty(2.0, masked=v, parts={"rejections": (FALLS,)}, terms=THREE_FALLS)[0],
         (False, 4),
         (True, 2),
     ),
@@ -437,11 +445,11 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "AdaptiveEntropy.low": (lambda v: control(v, delta=0.5, low=v), (0.0, 0), (0.05, 0.05)),
     "AdaptiveEntropy.high": (lambda v: control(v, entropy=0.1, delta=5.0, high=v), (1.0, 1), (0.3, 0.3)),
     "EntropyBonus.coef": (lambda v: bonus(coef=v), (1.0, -3), (2.0, -6)),
-    "EntropyBonus.gated": (lambda v: bonus({"gates": (FALLS,)}, gated=v), (False, -3), (True, -1)),
+    "EntropyBonus.masked": (lambda v: bonus({"rejections": (FALLS,)}, masked=v), (False, -3), (True, -1)),
     "EntropyBonus.reduce": (lambda v: bonus(reduce=v), (None, -3), (Reduce("token"), -1.5)),
     "EntropyBonus.adapt": (
         lambda v: (
-            EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, gated=False, adapt=v))).applied().entropy
+            EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, masked=False, adapt=v))).applied().entropy
             is None
         ),
         (None, False),
@@ -466,14 +474,14 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "Objective.surrogate": (lambda v: loss(v, OLD, to_old=log(2)), (Clip(), -1.2), (Importance(), -2)),
     "Objective.ratio": (lambda v: loss(Importance(), v, to_old=log(3), of_old=log(2)), (OLD, -3), (DIRECT, -6)),
     "Objective.weights": (lambda v: loss(parts={"weights": v}, of_old=log(2)), ((), 3), ((Weight(MISMATCH),), 6)),
-    "Objective.gates": (lambda v: loss(parts={"gates": v}, of_old=log(3)), ((), 3), ((FALLS,), 0)),
+    "Objective.rejections": (lambda v: loss(parts={"rejections": v}, of_old=log(3)), ((), 3), ((FALLS,), 0)),
     "Objective.penalties": (lambda v: loss(parts={"penalties": v}, to_ref=2.0), ((), 3), ((KL,), 5)),
     "Objective.reduce": (lambda v: loss(reduce=v, a=(1.0, 1.0)), (SUM, 6), (Reduce(), 3)),
     "Objective.shifts": (lambda v: loss(parts={"shifts": v}, to_ref=1.0), ((), 3), ((AdvantageShift(REF, 0.5),), 1.5)),
     "Objective.entropy": (
         lambda v: loss(parts={"entropy": v}, entropy=1.0),
         (None, 3),
-        (EntropyBonus(2.0, gated=False), 1),
+        (EntropyBonus(2.0, masked=False), 1),
     ),
 }
 DERIVED = {algebra.Requirements}

@@ -63,9 +63,9 @@ def test_own_trainer_takes_the_step_of_our_learner(page, tmp_path):
     for objective in (page.SQUARED, presets.DAPO, presets.GSPO):
         model.zero_grad()
         page.loss_of(model, batch, objective).backward()
-        (step,) = tg.pack(data, advantages, token_budget=512, needs=objective.needs)
+        (step,) = tg.pack(data, advantages, tokens_per_row=512, requirements=objective.requirements)
         run = tg.trainer.Trainer(other, objective, out=tmp_path / "run")
-        outcome = run.step(step.with_logprobs(old=run.measure(step)))
+        outcome = run.step(step.with_logprobs(old=run.compute_logprobs(step)))
         norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
         assert norm.item() == pytest.approx(outcome.grad_norm, rel=1e-4)
         other = tiny_model(1)

@@ -139,7 +139,7 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token():
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", float(np.exp(-0.5)) - 1 + 0.5)])
 def test_each_penalty_is_its_formula(kind, expected):
-    penalty = Penalty(Ratio("theta", "ref"), kind, 2.0, gated=True, weighted=False)
+    penalty = Penalty(Ratio("theta", "ref"), kind, 2.0, masked=True, weighted=False)
     terms = Terms(ref=torch.tensor([-1.5]), advantages=torch.zeros(1), scale=torch.ones(1))
     found = evaluate(Objective(PolicyGradient(), penalties=(penalty,)), torch.tensor([-1.0]), None, terms)
     assert found.loss.item() == pytest.approx(2 * expected, rel=1e-6)
@@ -149,7 +149,7 @@ def test_each_penalty_is_its_formula(kind, expected):
 def test_a_penalty_says_whether_gates_and_weights_touch_it():
     # l = 1 at both terms, the first dropped, the second with weight 3, coefficient 1, scale 1
     def loss(gated, weighted):
-        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, gated=gated, weighted=weighted)
+        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, masked=gated, weighted=weighted)
         terms = Terms(
             old=torch.zeros(2),
             ref=torch.full((2,), -1.0),
@@ -177,8 +177,8 @@ def test_a_penalty_and_a_bonus_run_over_what_all_gates_left_or_the_detached_ones
     )
 
     def loss(gated):
-        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, gated=gated, weighted=False)
-        parts = {"penalties": (penalty,), "entropy": EntropyBonus(10.0, gated=gated)}
+        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, masked=gated, weighted=False)
+        parts = {"penalties": (penalty,), "entropy": EntropyBonus(10.0, masked=gated)}
         return evaluate(
             Objective(Clip(), THETA_OLD, (), (moved,), **parts), torch.full((3,), -0.3), torch.ones(3), terms
         )
@@ -230,16 +230,16 @@ def test_what_is_missing_or_misshapen_is_named():
 
 def test_parts_that_were_evaluated_before_the_step_cannot_be_left_out_of_the_terms():
     one, known = torch.ones(1), {"advantages": torch.ones(1), "scale": torch.ones(1), "old": -torch.ones(1)}
-    weighed = Objective(Clip(), THETA_OLD, weights=(Weight(Ratio("old", "rollout"), shape=Truncate(0, 2)),))
+    weighed = Objective(Clip(), THETA_OLD, weights=(Weight(Ratio("old", "rollout"), transform=Truncate(0, 2)),))
     with pytest.raises(ArgumentError, match=r"TG-OBJ-045.*clamp\(w.*0.*2.*w"):
         weighed(-one, None, Terms(**known))
-    gated = Objective(Clip(), THETA_OLD, gates=(Rejection(Ratio("old", "rollout"), high=2.0),))
+    gated = Objective(Clip(), THETA_OLD, rejections=(Rejection(Ratio("old", "rollout"), high=2.0),))
     with pytest.raises(ArgumentError, match=r"TG-OBJ-045.*ratio\(old/rollout.*<=.*2.*Terms\(keep="):
         gated(-one, None, Terms(**known))
     # A ratio of 1 and A = 1: the loss is -weight.
     assert weighed(-one, None, Terms(**known, weight=2 * one)).loss.item() == -2.0
     assert gated(-one, None, Terms(**known, keep=one.bool())).loss.item() == -1.0
-    on_theta = Objective(Clip(), THETA_OLD, gates=(Rejection(THETA_OLD, high=2.0),))
+    on_theta = Objective(Clip(), THETA_OLD, rejections=(Rejection(THETA_OLD, high=2.0),))
     assert on_theta(-one, None, Terms(**known)).loss.item() == -1.0  # evaluated here: nothing is missing
 
 
@@ -249,10 +249,14 @@ def test_a_surrogate_below_a_known_one_runs_its_own_formula_and_inherits_no_prom
     objective = Objective(mine, None if kind is PolicyGradient else THETA_OLD)
     one = torch.ones(1)
     assert objective(-one, None, Terms(old=-one, advantages=one, scale=one)).loss.item() == -7.0
-    assert (objective.locality, objective.needs.trace_ratio, objective.per_microbatch) == ("batch", True, (str(mine),))
-    assert objective.needs.zero_advantage
-    assert objective.needs.dropped
-    assert objective.needs.weightless
+    assert (objective.locality, objective.requirements.trace_ratio, objective.microbatch_components) == (
+        "batch",
+        True,
+        (str(mine),),
+    )
+    assert objective.requirements.zero_advantage_reason
+    assert objective.requirements.dropped_reason
+    assert objective.requirements.zero_weight_reason
     assert Objective(kind(), objective.ratio).locality == "term"
 
 
@@ -292,9 +296,9 @@ def test_a_missing_logprob_has_one_rule_in_surrogates_gates_weights_and_penaltie
     assert first(Objective(Clip(level=mean), THETA_OLD)).ratio[0].item() == pytest.approx(neutral)
     weighed = Objective(PolicyGradient(), weights=(Weight(THETA_OLD, mean),))
     assert first(weighed).weight[0].item() == pytest.approx(neutral)
-    gated = Objective(PolicyGradient(), gates=(Rejection(THETA_OLD, "k1", mean, high=1.5),))
+    gated = Objective(PolicyGradient(), rejections=(Rejection(THETA_OLD, "k1", mean, high=1.5),))
     assert first(gated).keep[0].item() is not keep
-    kl = {"gated": False, "weighted": False, "importance": THETA_OLD, "importance_level": mean}
+    kl = {"masked": False, "weighted": False, "importance": THETA_OLD, "importance_level": mean}
     penalised = Objective(PolicyGradient(), penalties=(Penalty(Ratio("theta", "ref"), "k1", 1.0, **kl),))
     assert first(penalised).penalty.tolist() == pytest.approx([neutral, neutral])  # a KL is of every term
 
@@ -304,7 +308,7 @@ def test_a_loss_that_reads_a_ratio_is_told_where_it_comes_from():
     with pytest.raises(ArgumentError, match="TG-OBJ-002"):
         Objective(lambda view: -view.ratio)(torch.zeros(1), None, terms)
     with pytest.raises(ArgumentError, match="TG-OBJ-004"):
-        Objective(lambda view: view.log("ref", view.keep))(torch.zeros(1), None, terms)
+        Objective(lambda view: view.logprob("ref", view.keep))(torch.zeros(1), None, terms)
     with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*Function\.reads.*reference"):
         Function(len, reads=("reference",))
     with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*Mine\.locality.*token"):
@@ -315,18 +319,22 @@ def test_what_the_core_evaluates_must_be_of_a_type_that_it_knows():
     ratio, mismatch = Ratio("theta", "rollout"), Ratio("old", "rollout")
     for said, make in {
         "weights": lambda: Objective(PolicyGradient(), weights=(type("Mine", (Weight,), {})(mismatch),)),
-        "gates": lambda: Objective(PolicyGradient(), gates=(type("Mine", (Rejection,), {})(mismatch, high=2.0),)),
+        "rejections": lambda: Objective(
+            PolicyGradient(), rejections=(type("Mine", (Rejection,), {})(mismatch, high=2.0),)
+        ),
         "reduce": lambda: Objective(PolicyGradient(), reduce=type("Mine", (Reduce,), {})()),
-        "Weight.shape": lambda: Weight(mismatch, shape=type("Mine", (Truncate,), {})()),
+        "Weight.transform": lambda: Weight(mismatch, transform=type("Mine", (Truncate,), {})()),
         "a weight": lambda: correct(NP, NP, trace=[0], weights=[type("Mine", (Weight,), {})(mismatch)]),
-        "a gate": lambda: correct(NP, NP, trace=[0], gates=[type("Mine", (Rejection,), {})(mismatch, high=2.0)]),
+        "a rejection": lambda: correct(
+            NP, NP, trace=[0], rejections=[type("Mine", (Rejection,), {})(mismatch, high=2.0)]
+        ),
     }.items():
         with pytest.raises(ArgumentError, match=rf"TG-OBJ-001.*{said}"):
             make()
     with pytest.raises(ArgumentError, match=r"TG-ARGS-012.*Clip"):
         Objective(PolicyGradient(), weights=(Clip(),))
-    twice = type("Twice", (Truncate,), {"of": lambda self, log_ratio: 2 * log_ratio.exp()})()
-    objective = Objective(PolicyGradient(), weights=(Weight(ratio, shape=twice),))
+    twice = type("Twice", (Truncate,), {"apply": lambda self, log_ratio: 2 * log_ratio.exp()})()
+    objective = Objective(PolicyGradient(), weights=(Weight(ratio, transform=twice),))
     one = torch.ones(1)
     found = objective(-one, None, Terms(rollout=-one, advantages=one, scale=one))
     assert found.per_term.weight.item() == 2.0  # theta stands in it, so that its own formula runs
@@ -342,7 +350,7 @@ def test_a_term_is_flagged_exactly_where_the_clip_leaves_it_no_gradient(clip):
     logprobs = (log_ratio - 3).requires_grad_()
     terms = Terms(old=torch.full((802,), -3.0).double(), advantages=advantages, scale=torch.ones(802).double())
     gate = Rejection(THETA_OLD, high=1.01)  # drops half of them, and takes none of the flags back
-    free, gated = (evaluate(Objective(clip, THETA_OLD, gates=g), logprobs, None, terms) for g in ((), (gate,)))
+    free, gated = (evaluate(Objective(clip, THETA_OLD, rejections=g), logprobs, None, terms) for g in ((), (gate,)))
     free.loss.backward()
     assert torch.equal(free.per_term.clipped, logprobs.grad == 0)
     assert torch.equal(gated.per_term.clipped, free.per_term.clipped)

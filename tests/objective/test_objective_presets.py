@@ -46,7 +46,7 @@ def frozen(objective, data, terms):
     Weights, gates and the proximal become arrays; a ratio whose gradient goes through the token becomes the token's.
     """
     base = loss_of(objective, data["logprobs"], terms).per_term
-    changed = {"weights": (), "gates": ()}
+    changed = {"weights": (), "rejections": ()}
     arrays = {field.name: getattr(terms, field.name) for field in fields(terms)}
     arrays |= {"weight": base.weight, "keep": base.keep}
     if objective.ratio is not None and "proximal" in objective.ratio:
@@ -114,9 +114,9 @@ def test_a_loss_weighted_by_its_coefficients_has_its_gradient():
 @pytest.mark.parametrize(
     "objective",
     [
-        replace(presets.DAPO, entropy=EntropyBonus(0.01, gated=False)),
-        replace(presets.DAPO, entropy=EntropyBonus(0.0, gated=False, adapt=AdaptiveEntropy())),
-        replace(presets.DAPO, gates=(TopEntropy(0.2, "microbatch"),)),
+        replace(presets.DAPO, entropy=EntropyBonus(0.01, masked=False)),
+        replace(presets.DAPO, entropy=EntropyBonus(0.0, masked=False, adapt=AdaptiveEntropy())),
+        replace(presets.DAPO, rejections=(TopEntropy(0.2, "microbatch"),)),
     ],
 )
 def test_coefficients_are_refused_where_the_entropy_matters(objective):
@@ -129,7 +129,7 @@ def test_coefficients_are_refused_where_the_entropy_matters(objective):
 def test_no_preset_takes_terms_without_what_correct_knows(name):
     objective, data = presets.find(name), hard(2)
     terms, _ = terms_of(objective, data, group=GROUPS)
-    for lost, parts in (("weight", objective.weights), ("keep", objective.gates)):
+    for lost, parts in (("weight", objective.weights), ("keep", objective.rejections)):
         if any(part.detached for part in parts):
             with pytest.raises(ArgumentError, match=rf"TG-OBJ-045.*{lost}"):
                 objective(data["logprobs"], None, replace(terms, **{lost: None}))
@@ -167,11 +167,11 @@ def test_a_missing_logprob_is_finite_everywhere(name):
     found = run(objective, data, group=GROUPS)
     assert found.loss.isfinite()
     assert found.gradient.isfinite().all()
-    if objective.needs.rollout:
+    if objective.requirements.rollout:
         assert (found.gradient[data["rollout"].isnan()] == 0).all()
 
 
-CUT = {name: presets.find(name) for name in NAMES if not presets.find(name).per_microbatch}
+CUT = {name: presets.find(name) for name in NAMES if not presets.find(name).microbatch_components}
 REDUCED = {
     f"{reduce}": replace(presets.GRPO, reduce=reduce)
     for reduce in (
@@ -199,7 +199,7 @@ def test_the_losses_of_any_cut_sum_to_the_loss_of_the_step(name, seed):
     arrays = {key: value[mask] if isinstance(value, torch.Tensor) else value for key, value in arrays.items()}
     start = data["logprobs"][mask]
     drawn = torch.randint(0, 4, (len(start),), generator=torch.Generator().manual_seed(seed))
-    batch = drawn[arrays["trace"]] if objective.needs.trace_ratio else drawn  # then whole traces stay together
+    batch = drawn[arrays["trace"]] if objective.requirements.trace_ratio else drawn  # then whole traces stay together
 
     whole = start.clone().requires_grad_()
     total = evaluate(objective, whole, None, Terms(**arrays)).loss

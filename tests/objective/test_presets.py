@@ -26,16 +26,16 @@ def test_each_method_has_a_decoupled_and_a_direct_form(name, clip, reduce):
     assert decoupled.surrogate == direct.surrogate == clip
     assert decoupled.reduce == direct.reduce == reduce
     assert decoupled.ratio == Ratio("theta", "old")
-    assert [(w.ratio, w.level.over, w.shape) for w in decoupled.weights] == [
+    assert [(w.ratio, w.level.over, w.transform) for w in decoupled.weights] == [
         (Ratio("old", "rollout"), "token", Truncate(0.0, 2.0))
     ]
     assert direct.ratio == Ratio("theta", "rollout")
     assert direct.weights == ()
-    assert direct.needs == Requirements(old=False, rollout=True, ref=False, trace_ratio=False)
+    assert direct.requirements == Requirements(old=False, rollout=True, ref=False, trace_ratio=False)
 
 
 def test_weighted_sft_needs_no_logprob_at_all():
-    assert presets.WEIGHTED_SFT.needs == Requirements(old=False, rollout=False, ref=False, trace_ratio=False)
+    assert presets.WEIGHTED_SFT.requirements == Requirements(old=False, rollout=False, ref=False, trace_ratio=False)
 
 
 def test_a_name_is_an_attribute_or_module_and_name():
@@ -71,5 +71,5 @@ def test_a_preset_is_what_its_code_and_its_formula_say(name):
     assert eval(to_source(value), vars(objective)) == value
     text = str(value)
     assert text.startswith("loss = sum of scale * keep")
-    assert text.count("\n  gate: ") == len(value.gates)
+    assert text.count("\n  rejection: ") == len(value.rejections)
     assert text.endswith(f"\n  scale = {value.reduce}")

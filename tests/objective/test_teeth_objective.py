@@ -58,13 +58,13 @@ def test_shapes_of_tensors_at_and_around_their_bounds(shape, expected):
     ratios = torch.tensor([0.25, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
     # log2 and exp2 would be exact; exp(log(x)) is x for these in float64.
     assert ratios.log().exp().tolist() == ratios.tolist()
-    assert shape.of(ratios.log()).tolist() == expected
+    assert shape.apply(ratios.log()).tolist() == expected
 
 
 def test_an_entropy_bonus_says_all_that_it_does():
-    assert str(EntropyBonus(0.01, gated=False)) == "0.01 * entropy"
-    bonus = EntropyBonus(0.0, gated=True, reduce=Reduce("token"), adapt=AdaptiveEntropy(target=0.3))
-    assert str(bonus) == "0 * entropy [kept terms only, scale 1 / terms, adapting to 0.3 nats]"
+    assert str(EntropyBonus(0.01, masked=False)) == "0.01 * entropy"
+    bonus = EntropyBonus(0.0, masked=True, reduce=Reduce("token"), adapt=AdaptiveEntropy(target=0.3))
+    assert str(bonus) == "0 * entropy [kept tokens only, scale 1 / tokens, adapting to 0.3 nats]"
 
 
 def test_a_shift_is_centred_on_the_terms_that_count_and_have_both_logprobs():
@@ -85,7 +85,7 @@ def test_the_quantile_of_entropy_is_of_terms_and_not_of_padding():
     entropy = torch.tensor([[1.0, 2.0, 0.0, 0.0, 0.0], [3.0, 4.0, 50.0, 0.0, 0.0]], dtype=torch.float64)
     real = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0]] * 2, dtype=torch.float64)
     given = Terms(advantages=torch.ones(2, 5).double(), scale=real)
-    objective = Objective(PolicyGradient(), gates=(TopEntropy(0.5, "microbatch"),), reduce=SUM)
+    objective = Objective(PolicyGradient(), rejections=(TopEntropy(0.5, "microbatch"),), reduce=SUM)
     found = evaluate(objective, -torch.ones(2, 5).double(), entropy, given)
     assert (found.per_term.keep & real.bool()).tolist() == [[False] * 5, [True, True, False, False, False]]
     assert found.loss.item() == 2.0
@@ -93,7 +93,7 @@ def test_the_quantile_of_entropy_is_of_terms_and_not_of_padding():
 
 @pytest.mark.parametrize(("to_ref", "expected"), [(-5.0, -2.0), (-1.0, -1.0), (1.0, 1.0), (5.0, 2.0)])
 def test_a_capped_estimate_is_held_on_both_sides_and_has_no_gradient_beyond(to_ref, expected):
-    penalty = Penalty(REF, "k1", 1.0, gated=False, weighted=False, cap=2.0)
+    penalty = Penalty(REF, "k1", 1.0, masked=False, weighted=False, cap=2.0)
     theta = torch.tensor([-3.0], dtype=torch.float64, requires_grad=True)
     given = terms(advantages=[0.0], ref=[-3.0 - to_ref])
     found = evaluate(Objective(PolicyGradient(), penalties=(penalty,), reduce=SUM), theta, None, given)
@@ -129,7 +129,7 @@ def test_delta_takes_the_gradient_where_r_lies_above_it_on_either_side(delta, at
 def test_a_gated_bonus_leaves_dropped_terms_out_and_its_gradient_too(gated, expected):
     # Entropies 2 and 3; the gate on theta/old drops the second.
     objective = Objective(
-        PolicyGradient(), gates=(Rejection(OLD, high=2.0),), reduce=SUM, entropy=EntropyBonus(1.0, gated=gated)
+        PolicyGradient(), rejections=(Rejection(OLD, high=2.0),), reduce=SUM, entropy=EntropyBonus(1.0, masked=gated)
     )
     theta, entropy = torch.tensor([-9.0, -9.0]).double(), torch.tensor([2.0, 3.0]).double().requires_grad_()
     given = terms(advantages=[0.0, 0.0], old=[-9.0, -11.0])

@@ -84,15 +84,15 @@ def level_of(over, agg, theta, **options):
     return Aggregation(over, agg, **wide, **options)
 
 
-def both(data, missing, gates=((), ()), weights=((), ())):
+def both(data, missing, rejections=((), ()), weights=((), ())):
     """(keep, weight) of the torch twin and of the core; the parts are given on theta/rollout and on old/rollout."""
     given = {name: data[name] for name in ("trace", "turn", "group", "advantages")}
     ids = {name: value.numpy() for name, value in given.items()}
     old, rollout = data["old"].numpy(), data["rollout"].numpy()
-    plain = correct(old, rollout, missing=missing, **ids)
-    core = correct(old, rollout, missing=missing, gates=gates[1], weights=weights[1], **ids)
+    plain = correct(old, rollout, missing_logprobs=missing, **ids)
+    core = correct(old, rollout, missing_logprobs=missing, rejections=rejections[1], weights=weights[1], **ids)
     terms = Terms(rollout=data["rollout"], scale=torch.ones(SIZE), keep=plain.keep, **given)
-    objective = Objective(PolicyGradient(), weights=weights[0], gates=gates[0])
+    objective = Objective(PolicyGradient(), weights=weights[0], rejections=rejections[0])
     twin = evaluate(objective, data["old"], None, terms).per_term
     return (twin.keep, twin.weight), (torch.from_numpy(core.keep.copy()), torch.from_numpy(core.weight.copy()))
 
@@ -116,7 +116,7 @@ GATES = [
 SIGNS = list(CONDITION_SIGNS)
 
 
-@pytest.mark.parametrize("missing", ["mask", "neutral"])
+@pytest.mark.parametrize("missing", ["mask", "ratio_one"])
 @pytest.mark.parametrize("stat", STATS)
 def test_gates_keep_the_same_terms(stat, missing):
     outcomes = set()
@@ -126,7 +126,7 @@ def test_gates_keep_the_same_terms(stat, missing):
         data = arrays(place % 7)
         before = [(Rejection(Ratio(num, "rollout"), low=0.9, high=1.6),) if kept else () for num in ("theta", "old")]
         gates = [before[at] + (gate_of(at == 0, stat, over, agg, SIGNS[place % 5], drops, kept),) for at in (0, 1)]
-        twin, core = both(data, missing, gates=gates)
+        twin, core = both(data, missing, rejections=gates)
         assert torch.equal(twin[0], core[0]), f"{gates[1][-1]}: {int((twin[0] != core[0]).sum())} terms differ"
         dropped = int((~core[0] & ~data["rollout"].isnan()).sum())
         outcomes.add((over, agg, 0 < dropped < 0.9 * SIZE))
@@ -140,7 +140,7 @@ WEIGHTS = [
 ]
 
 
-@pytest.mark.parametrize("missing", ["mask", "neutral"])
+@pytest.mark.parametrize("missing", ["mask", "ratio_one"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_weights_are_the_same(shape, missing):
     values = set()
@@ -184,12 +184,12 @@ def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
             data["old"].numpy(),
             None,
             ref=ref.numpy(),
-            gates=[Rejection(Ratio("old", "ref"), stat, Aggregation(), low, high)],
+            rejections=[Rejection(Ratio("old", "ref"), stat, Aggregation(), low, high)],
             **ids,
         )
         given = {name: data[name] for name in ("trace", "advantages")}
         objective = Objective(
-            PolicyGradient(), gates=(Rejection(Ratio("theta", "ref"), stat, Aggregation(), low, high),)
+            PolicyGradient(), rejections=(Rejection(Ratio("theta", "ref"), stat, Aggregation(), low, high),)
         )
         twin = evaluate(objective, data["old"], None, Terms(ref=ref, scale=torch.ones(SIZE), **given)).per_term
         assert twin.keep.tolist() == core.keep.tolist()

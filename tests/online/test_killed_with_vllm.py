@@ -19,7 +19,7 @@ from tracegrad.rollout.launch import WATCHDOG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly]  # ten servers of its own
 KILLS, STEPS, GROUPS = 10, 24, 4
-CONFIG = tg.config.Config(pack=tg.config.Pack(step_groups=GROUPS), optimizer=tg.config.Optimizer(lr=4e-4))
+CONFIG = tg.config.Config(train=tg.config.Train(groups_per_step=GROUPS), optimizer=tg.config.Optimizer(lr=4e-4))
 
 
 def kill():
@@ -48,14 +48,14 @@ def run(request, example, out, kill_after=0):
         environment=Killing,
         objective=tg.presets.DAPO_DIRECT,
         config=CONFIG,
-        online=OnlineConfig(steps=STEPS, steps_ahead=1, refill=1),
-        play=RolloutConfig(samples=4, max_tokens=64, turns=4),
+        online=OnlineConfig(steps=STEPS, steps_ahead=1, max_resample_factor=1),
+        rollout=RolloutConfig(group_size=4, max_tokens=64, max_turns=4),
         python=request.config.getoption("--vllm-python"),
         engine=online.ENGINE,
         out=out,
         resume=out.exists(),
         sinks=(),
-        say=lambda _: None,
+        log=lambda _: None,
     )
 
 
@@ -69,7 +69,7 @@ def test_ten_kills_of_a_server_lose_nothing(request, example, tmp_path, monkeypa
             run(request, example, tmp_path / "run", chance.randint(5, 60))
         print(f"\n{time.monotonic() - began:.0f} s: {raised.value}")
     found = run(request, example, tmp_path / "run")
-    played = GroupReader(tmp_path / "run" / "played").look()
+    played = GroupReader(tmp_path / "run" / "played").read_new()
     assert sorted(int(traces.groups[0]) for _, traces in played) == list(range(STEPS * GROUPS))
     assert all(len(traces) == 4 for _, traces in played)
     steps = ConsumedGroups(tmp_path / "run").steps

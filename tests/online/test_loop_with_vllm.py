@@ -19,10 +19,11 @@ pytestmark = pytest.mark.vllm
 def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path, steps_ahead):
     found = run(example, served, tmp_path / "run", steps_ahead=steps_ahead)
     for row in found.rows:
-        about = f"{row['sync_terms']} terms, max {row['sync_max']:.1e}, staleness {row['staleness_mean']:.2f}"
+        about = f"{row['weight_check/tokens']} tokens, max {row['weight_check/max']:.1e}"
+        about += f", staleness {row['staleness_mean']:.2f}"
         print(f"\nstep {row['step']}: {about}")
-        assert row["sync_terms"] > 0
-        assert row["sync_max"] < 1e-4
+        assert row["weight_check/tokens"] > 0
+        assert row["weight_check/max"] < 1e-4
         assert row["tokens_lost"] == 0
     again = tg.online.replay(
         tmp_path / "run",
@@ -40,7 +41,7 @@ def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, t
         return lambda servers: weight_sync.File(servers, driven.out / "weights", clear_cache=False)
 
     monkeypatch.setattr(training_loop, "weight_sync_backend", careless)
-    with pytest.raises(SyncFault, match="prompt that they have never seen they agree"):
+    with pytest.raises(SyncFault, match="On a new prompt they agree"):
         run(example, served, tmp_path, steps=6)
 
 

@@ -23,11 +23,17 @@ KEY = "a token of this test"
 def adapted(request, example, tmp_path_factory):
     python = request.config.getoption("--vllm-python")
     folder = tmp_path_factory.mktemp("adapted")
-    flags, environment = vllm_arguments("lora", beside=folder / "beside", guard=True, versions=3, rank=8)
+    flags, environment = vllm_arguments("lora", package_folder=folder / "beside", require_key=True, versions=3, rank=8)
     flags += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--generation-config", "vllm"]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive", "VLLM_SERVER_DEV_MODE": "1"}
-    told = {"name": "clerk", "arguments": flags, "environment": environment, "key": KEY, "log": folder / "server.log"}
+    told = {
+        "name": "clerk",
+        "arguments": flags,
+        "environment": environment,
+        "key": KEY,
+        "log_path": folder / "server.log",
+    }
     with launch(python, example / "model", **told) as launched:
         yield launched.url
 
@@ -63,11 +69,13 @@ def off(tuned, said):
     return worst
 
 
-CONFIG = tg.config.update(tg.config.Config(), [("pack.step_groups", 4), ("train.lora_rank", 8), ("optimizer.lr", 1e-2)])
+CONFIG = tg.config.update(
+    tg.config.Config(), [("train.groups_per_step", 4), ("train.lora_rank", 8), ("optimizer.lr", 1e-2)]
+)
 
 
 def run_adapters(example, url, out, **told):
-    return run(example, url, out, config=CONFIG, key=KEY, sync="lora", **told)
+    return run(example, url, out, config=CONFIG, key=KEY, weight_sync="lora", **told)
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -75,10 +83,11 @@ def test_a_loop_of_adapters_is_proven_at_each_step(adapted, example, tmp_path, s
     found = run_adapters(example, adapted, tmp_path, steps_ahead=steps_ahead)
     for row in found.rows:
         print(
-            f"\nstep {row['step']}: {row['sync_terms']} terms, max {row['sync_max']:.1e}, {row['seconds_pushed']:.3f} s"
+            f"\nstep {row['step']}: {row['weight_check/tokens']} terms, max {row['weight_check/max']:.1e}, "
+            f"{row['time/weight_sync']:.3f} s"
         )
-        assert row["sync_terms"] > 0
-        assert row["sync_max"] < 1e-4
+        assert row["weight_check/tokens"] > 0
+        assert row["weight_check/max"] < 1e-4
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -90,9 +99,7 @@ def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example
             return pushed
 
     monkeypatch.setattr(ways, "Lora", Late)
-    with pytest.raises(
-        SyncFault, match=r"version [2-5], .*They answer with the adapter of the step before\."
-    ) as raised:
+    with pytest.raises(SyncFault, match=r"version [2-5], .*They answer with the previous step's adapter\.") as raised:
         run_adapters(example, adapted, tmp_path, steps=6, steps_ahead=steps_ahead)
     print(f"\n{raised.value}")
 
@@ -106,7 +113,7 @@ def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(ada
             sync = Lora(servers, tmp_path, config=tuned[1].to_dict(), keep=2)
             for version in (1, 2, 3, 4):
                 pushed = await sync.push(moved(tuned, version), version)
-                assert (pushed.ok, pushed.repeated) == ((adapted,), 0)
+                assert (pushed.updated, pushed.repeated) == ((adapted,), 0)
                 assert servers.model == f"policy-v{version}"
                 said = await ask(servers, CACHED, drawn(range(10, 600), version, 256))
                 assert off(tuned, said) < 1e-4
@@ -114,7 +121,7 @@ def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(ada
             assert off(tuned, await ask(servers, CACHED, CACHED)) > 1e-2
             # Loaded already, by an answer that was lost: unloaded and loaded once more.
             assert (await sync.push(moved(tuned, 4), 4)).repeated == 1
-            [models] = await servers.each("/v1/models", method="GET")
+            [models] = await servers.request_all("/v1/models", method="GET")
             names = [model["id"] for model in models.body["data"]]
             assert [name for name in names if name.startswith("policy-v")] == ["policy-v3", "policy-v4"]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v3", "policy-v4"]
@@ -126,13 +133,13 @@ def test_who_has_no_token_is_sent_off_on_every_path_but_health(adapted):
     async def main():
         async with Servers([adapted], model="clerk") as servers:
             for path in ("/is_paused", "/v1/models", "/metrics", "/server_info", "/docs"):
-                assert [answer.status for answer in await servers.each(path, method="GET")] == [401], path
+                assert [answer.status for answer in await servers.request_all(path, method="GET")] == [401], path
             for path in ("/pause", "/collective_rpc", "/resume", "/reset_prefix_cache"):
-                assert [answer.status for answer in await servers.each(path)] == [401], path
-            assert (await servers.each("/health", method="GET"))[0].ok
+                assert [answer.status for answer in await servers.request_all(path)] == [401], path
+            assert (await servers.request_all("/health", method="GET"))[0].ok
             with pytest.raises(ServerError, match=r"401.*Pass the `key`"):
                 await servers.chat({"messages": []}, session="s")
         async with Servers([adapted], model="clerk", key=KEY) as servers:
-            assert (await servers.each("/is_paused", method="GET"))[0].body == {"is_paused": False}
+            assert (await servers.request_all("/is_paused", method="GET"))[0].body == {"is_paused": False}
 
     asyncio.run(main())

@@ -60,8 +60,8 @@ def test_every_step_proves_that_the_push_before_it_arrived(done):
     assert found.stopped == "done"
     assert [row["step"] for row in found.rows] == [1, 2, 3]
     for row in found.rows:
-        assert row["sync_terms"] == row["terms"] > 0
-        assert row["sync_max"] < 1e-4
+        assert row["weight_check/tokens"] == row["tokens_trained"] > 0
+        assert row["weight_check/max"] < 1e-4
         assert row["version"] == row["step"] - 1
     assert server.pushes == 4
 
@@ -81,7 +81,7 @@ def test_what_was_played_is_on_the_disk_by_groups_and_reads_as_any_file(done):
     traces = tg.read(path)
     assert len(traces) == 3 * 2 * 4
     sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL))
-    assert sequences.drift.rate == 0
+    assert sequences.alignment_report.rate == 0
     assert sorted({int(v) for v in sequences.version[sequences.trainable]}) == [0, 1, 2]
 
 
@@ -122,13 +122,13 @@ def test_a_replay_with_another_rate_says_how_far_it_strays_and_goes_on(done, tmp
     found, out, _ = done
     config = tg.config.update(CONFIG, [("optimizer.lr", 5e-3)])
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=config, out=tmp_path / "again")
-    assert [row["sync_max"] > 1e-4 for row in again.rows] == [False, True, True]
+    assert [row["weight_check/max"] > 1e-4 for row in again.rows] == [False, True, True]
     assert len(again.rows) == len(found.rows)
 
 
 def test_a_run_that_was_cut_goes_on_with_its_folder(done, tmp_path):
     """Cut after the second step was chosen and before it was saved: the same groups are taken again."""
-    config = tg.config.update(CONFIG, [("checkpoint.every", 1)])
+    config = tg.config.update(CONFIG, [("checkpoint.every_steps", 1)])
     with PolicyServer() as server:
         first = run(server, tmp_path / "a", config=config, steps=2)
         shutil.rmtree(checkpoint.list_checkpoints(tmp_path / "a")[-1])
@@ -147,10 +147,10 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(done):
 @pytest.mark.parametrize(
     ("mistake", "why"),
     [
-        ("deaf", "still run the weights of the version before"),
-        ("head", "output head is that of the version before"),
+        ("deaf", "still run the previous version's weights"),
+        ("head", "output head is the previous version's"),
         ("hot", "temperature 1.5"),
-        ("stale", "prompt that they have never seen they agree"),
+        ("stale", "On a new prompt they agree"),
     ],
 )
 def test_a_server_that_samples_from_something_else_is_found_and_named(tmp_path, mistake, why):
@@ -172,12 +172,12 @@ def test_a_gap_in_forked_trajectories_alone_is_of_their_prompts(tmp_path):
         return -float(len(message["content"] or ""))
 
     with PolicyServer("deaf to AGAIN") as server, pytest.raises(SyncFault) as raised:
-        run(server, tmp_path, agent=agent, turns=2)
+        run(server, tmp_path, agent=agent, max_turns=2)
     said = str(raised.value)
     assert "other tokens agree" in said
     assert "in the trajectories 0-0, 0-1, 1-0 and 1 more (" in said
     with PolicyServer() as server:
-        run(server, tmp_path / "clean", agent=agent, turns=2)
+        run(server, tmp_path / "clean", agent=agent, max_turns=2)
 
 
 @pytest.mark.parametrize("mistake", ["deaf", "stale", None])
@@ -188,7 +188,7 @@ def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_
             found = run(server, tmp_path, steps=4, steps_ahead=1)
             whole = [row for row in found.rows if row["staleness_max"] and not row["staleness_mean"] % 1]
             assert whole != []
-            assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
+            assert all(row["weight_check/tokens"] > 0 and row["weight_check/max"] < 1e-4 for row in found.rows)
             return
         with pytest.raises(SyncFault) as raised:
             run(server, tmp_path, steps=6, steps_ahead=1)
@@ -208,8 +208,8 @@ def test_an_agent_that_only_has_an_address_is_recorded_and_proven(tmp_path):
 
     with PolicyServer() as server:
         found = run(server, tmp_path, agent=agent)
-    assert [row["sync_terms"] for row in found.rows] == [row["terms"] for row in found.rows]
-    assert all(row["sync_max"] < 1e-4 and row["frac_old_logprobs_valid"] == 1 for row in found.rows)
+    assert [row["weight_check/tokens"] for row in found.rows] == [row["tokens_trained"] for row in found.rows]
+    assert all(row["weight_check/max"] < 1e-4 and row["rollout_logprob_coverage"] == 1 for row in found.rows)
 
 
 def test_the_pace_keeps_the_players_within_the_lag(tmp_path):
@@ -254,7 +254,7 @@ def test_failures_are_kept_untrained_and_too_many_in_a_row_stop_the_run(tmp_path
         traces = tg.read(next((tmp_path / "some" / "played").iterdir()))
         assert int(np.isnan(traces.reward).sum()) == 2
         with pytest.raises(tg.TracegradError, match=r"TG-ONLINE-016.*0-0.*RuntimeError.*world.*gone"):
-            run(server, tmp_path / "none", agent=never, failures=8)
+            run(server, tmp_path / "none", agent=never, max_consecutive_failures=8)
 
 
 def test_a_group_that_the_trainer_can_see_is_counted(tmp_path, monkeypatch):
@@ -288,7 +288,7 @@ def test_no_step_is_made_of_the_failures_that_stop_the_run(tmp_path, monkeypatch
 
     monkeypatch.setattr(GroupWriter, "write", waits)
     with PolicyServer() as server, pytest.raises(tg.TracegradError, match="TG-ONLINE-016"):
-        run(server, tmp_path, agent=never, failures=8, steps=1)
+        run(server, tmp_path, agent=never, max_consecutive_failures=8, steps=1)
     assert ConsumedGroups(tmp_path).steps == []
 
 
@@ -317,7 +317,9 @@ def test_a_temperature_of_the_agents_own_is_trained_as_it_was_sampled(tmp_path):
 
     with PolicyServer() as server:
         found = run(server, tmp_path, agent=agent, steps=2)
-    assert all(row["sync_max"] < 1e-4 and row["sync_terms"] == row["terms"] > 0 for row in found.rows)
+    assert all(
+        row["weight_check/max"] < 1e-4 and row["weight_check/tokens"] == row["tokens_trained"] > 0 for row in found.rows
+    )
     diagnosis = tg.doctor.diagnose(str(tmp_path / "played"), MODEL)
     assert not {"raw_at_temperature", "reshaped_sampling"} & {finding.name for finding in diagnosis.findings}
 
@@ -351,7 +353,7 @@ def test_a_request_that_the_trainer_cannot_follow_ends_the_run_by_its_name(tmp_p
     with PolicyServer() as server:
         server.raw = raw
         with pytest.raises(tg.TracegradError, match=words):
-            run(server, tmp_path, agent=agent, failures=4, steps=1)
+            run(server, tmp_path, agent=agent, max_consecutive_failures=4, steps=1)
     assert server.calls == 1  # before anything is played, by the check of the weights
 
 
@@ -362,7 +364,7 @@ def test_an_evaluation_may_decode_greedily_and_a_run_may_not_heat_raw_servers(tm
 
     greedy = [{**task, "greedy": True} for task in questions(count=2)]
     with PolicyServer() as server:
-        found = run(server, tmp_path / "a", agent=agent, steps=1, evaluation=greedy)
+        found = run(server, tmp_path / "a", agent=agent, steps=1, eval_tasks=greedy)
         assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2, 2]
         server.raw = True
         with pytest.raises(tg.TracegradError, match=r"TG-ONLINE-014.*0\.7.*request.*sets.*temperature=0\.7"):
@@ -374,12 +376,12 @@ def test_a_trainer_that_waits_says_for_what(tmp_path):
         await asyncio.sleep(60)
 
     with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"TG-ONLINE-013.*0-0"):
-        run(server, tmp_path, agent=stuck, patience=0.5)
+        run(server, tmp_path, agent=stuck, stall_timeout_s=0.5)
 
 
 @pytest.mark.nightly
 def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("tracegrad.online.server_pool.PATIENCE_S", 1)
+    monkeypatch.setattr("tracegrad.online.server_pool.WARN_AFTER_S", 1)
     played, port, said = itertools.count(1), free_port(), []
 
     async def agent(task_, policy):
@@ -390,20 +392,20 @@ def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path,
 
     def say(line):
         said.append(line)
-        if "none can be asked" in line:
+        if "no server is reachable" in line:
             signal.raise_signal(signal.SIGINT)
 
     with PolicyServer(port=port) as server:
-        found = run(server, tmp_path, agent=agent, steps=2, say=say)
+        found = run(server, tmp_path, agent=agent, steps=2, log=say)
     assert (found.stopped, found.exit_code) == ("signal", 130)
-    assert "none can be asked" in said[-1]
+    assert "no server is reachable" in said[-1]
     [row] = found.rows
-    assert row["seconds_waited"] > 1  # for the server that was gone, which is no time of the push
-    assert row["seconds_pushed"] < row["seconds_waited"]
+    assert row["time/rollout_wait"] > 1  # for the server that was gone, which is no time of the push
+    assert row["time/weight_sync"] < row["time/rollout_wait"]
     with PolicyServer(port=port) as server:
         again = run(server, tmp_path, steps=2, resume=True)
     assert [row["step"] for row in again.rows] == [2]
-    assert again.rows[0]["sync_max"] < 1e-4
+    assert again.rows[0]["weight_check/max"] < 1e-4
 
 
 @pytest.mark.nightly
@@ -423,12 +425,12 @@ def test_evaluations_and_waits_for_groups_are_reported_and_a_signal_ends_an_eval
 
     slow = [{**task, "slow": True} for task in questions(count=2)]
     with PolicyServer() as server:
-        found = run(server, tmp_path, agent=agent, steps=1, evaluation=slow, say=say)
+        found = run(server, tmp_path, agent=agent, steps=1, eval_tasks=slow, log=say)
     assert found.stopped == "signal"
     assert [row["eval_tasks"] for row in found.rows if "eval_tasks" in row] == [2]
     lines = [re.sub(r"\d+ s", "N s", line) for line in said]
     assert "evaluation-0: 0 of 2 tasks played in N s, none is done yet" in lines
-    assert any(re.fullmatch(r"playing  [01] of 2 groups whose rewards differ, N s; .*", line) for line in lines)
+    assert any(re.fullmatch(r"rollout  [01] of 2 groups with unequal rewards, N s; .*", line) for line in lines)
     assert lines[-1] == "evaluation after step 1: left out, as a signal came"
 
 
@@ -448,7 +450,7 @@ def test_groups_that_teach_nothing_are_refilled(tmp_path):
     config = tg.config.update(CONFIG, [("advantage.baseline", "group_mean")])
     said = []
     with PolicyServer() as server:
-        found = run(server, tmp_path, agent=equal, steps=1, refill=3, config=config)
+        found = run(server, tmp_path, agent=equal, steps=1, max_resample_factor=3, config=config)
     steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert [len(step["groups"]) for step in steps] == [6]
     assert steps[0]["dull"] == [0, 1, 2, 3, 4, 5]
@@ -461,7 +463,7 @@ def test_a_step_in_which_there_is_nothing_to_learn_changes_nothing(tmp_path, why
         await policy.chat(task_["prompt"])
         return 0.0
 
-    config = CONFIG if why == "no reward" else replace(CONFIG, filter=tg.config.Filter(truncated=True))
+    config = CONFIG if why == "no reward" else replace(CONFIG, filter=tg.config.Filter(mask_truncated=True))
     told = {"agent": nothing} if why == "no reward" else {"max_tokens": 1}
     with PolicyServer() as server:
         server.says_ends = why != "left"
@@ -481,24 +483,24 @@ def test_who_plays_and_who_trains_agree_on_what_a_group_teaches(tmp_path):
         "equal": rewarded({"reward": 1.0, "rewards": {"a": 0.0}}, {"reward": 1.0, "rewards": {"a": 1.0}}),
     }
     for name, records in groups.items():
-        signal = GroupFilter("b" if name == "b" else "")
-        found = [signal.of_records(records), signal.of_traces(tg.Traces.from_records(records))]
+        signal = GroupFilter(("b",) if name == "b" else ())
+        found = [signal.rewards_of_records(records), signal.rewards_of_traces(tg.Traces.from_records(records))]
         np.testing.assert_array_equal(*found)
-        assert [signal.is_dull(each) for each in found] == [name == "equal"] * 2
-        assert not GroupFilter(signal.name, compared=False).is_dull(found[0])
-    assert GroupFilter(compared=False).is_dull(np.float32([np.nan]))
-    assert GroupFilter(tolerance=0.5).is_dull(np.float32([0.5, 1.0]))
-    assert not GroupFilter(tolerance=0.25).is_dull(np.float32([0.5, 1.0]))
+        assert [signal.has_no_signal(each) for each in found] == [name == "equal"] * 2
+        assert not GroupFilter(signal.reward_names, is_group_relative=False).has_no_signal(found[0])
+    assert GroupFilter(is_group_relative=False).has_no_signal(np.float32([np.nan]))
+    assert GroupFilter(tolerance=0.5).has_no_signal(np.float32([0.5, 1.0]))
+    assert not GroupFilter(tolerance=0.25).has_no_signal(np.float32([0.5, 1.0]))
     question, answer = rewarded({})[0]["messages"]
     ends = [{"messages": [question, answer | {"finish_reason": why}], "reward": 1.0} for why in ("stop", "length")]
     ends.append(ends[1] | {"reward": None})
     zeroing = GroupFilter.of(tg.config.update(CONFIG, [("filter.zero_truncated", True)]))
-    for found in (zeroing.of_records(ends), zeroing.of_traces(tg.Traces.from_records(ends))):
+    for found in (zeroing.rewards_of_records(ends), zeroing.rewards_of_traces(tg.Traces.from_records(ends))):
         np.testing.assert_array_equal(found, [1.0, 0.0, np.nan])
     masking = GroupFilter.of(
-        tg.config.update(CONFIG, [("filter.mask_even", True), ("advantage.baseline", "group_mean")])
+        tg.config.update(CONFIG, [("filter.mask_zero_std_groups", True), ("advantage.baseline", "group_mean")])
     )
-    assert not masking.is_dull(np.float32([1.0, 1.0]))
+    assert not masking.has_no_signal(np.float32([1.0, 1.0]))
 
 
 def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
@@ -513,7 +515,7 @@ def test_of_rewards_by_name_the_one_that_is_named_is_trained_on(tmp_path):
             run(server, tmp_path / "none", agent=agent, steps=1)
     [path] = (tmp_path / "none" / "played").iterdir()
     assert set(tg.read(path)[0].rewards) == {"brevity", "other"}  # it is on the disk all the same
-    assert found.rows[0]["groups_dull"] == 0
+    assert found.rows[0]["groups_zero_std"] == 0
     assert found.rows[0]["reward"] < 0
 
 
@@ -533,10 +535,10 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
     tasks = [
         {"prompt": f"I am {name}.", "answer": value} for name, value in (("Ben", 0.5), ("Anna", 2.0), ("Jo", None))
     ]
-    how, said = {"rewards": [loud, halves], "weights": [1.0, 10.0]}, []
+    how, said = {"rewards": [loud, halves], "reward_weights": [1.0, 10.0]}, []
     with PolicyServer() as server:
-        told = {"how": how, "tasks": tasks, "evaluation": tasks[:2], "say": said.append}
-        found = run(server, tmp_path, **told, steps=1, refill=2)
+        told = {"how": how, "tasks": tasks, "eval_tasks": tasks[:2], "log": said.append}
+        found = run(server, tmp_path, **told, steps=1, max_resample_factor=2)
     before, row, after = found.rows
     [step] = ConsumedGroups(tmp_path).steps
     assert (len(step.groups), len(step.trained)) == (3, 2)
@@ -565,7 +567,7 @@ def test_reward_functions_score_groups_and_their_weighted_sum_is_trained_on(tmp_
     assert row["completions/clipped_ratio"] == np.mean(cut)
     assert "tools/call_frequency" not in row
     assert row["reward"] == pytest.approx(np.mean(rewards))
-    assert (row["groups_dull"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
+    assert (row["groups_zero_std"], row["trajectories_failed"], row["trajectories_without_reward"]) == (1, 4, 0)
     [place] = set(step.groups) - set(step.trained)
     failed = buffer.read(tmp_path / "played", place)
     assert {trace.metadata["task"]["answer"] for trace in failed} == {None}
@@ -592,11 +594,11 @@ def price(item: str) -> int:
 def test_plain_functions_are_tools(tmp_path):
     how = {"tools": [price], "rewards": [loud_of_messages]}
     with PolicyServer() as server:
-        found = run(server, tmp_path, how=how, steps=1, max_tokens=64, turns=3)
+        found = run(server, tmp_path, how=how, steps=1, max_tokens=64, max_turns=3)
     traces = tg.read(next((tmp_path / "played").iterdir()))
     assert traces[0].tools[0]["function"]["name"] == "price"
     answered = [m for trace in traces for m in trace.messages if m["role"] == "tool"]
-    assert found.rows[0]["forks"] == 0
+    assert found.rows[0]["branches_extra"] == 0
     assert len(answered) == sum(len(trace.generations) - 1 for trace in traces)
     assert found.rows[0]["tools/call_frequency"] == len(answered) / len(traces)
     assert all("called" in trace.metadata["tools"] for trace in traces)

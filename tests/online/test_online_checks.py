@@ -44,7 +44,7 @@ def fault(server, out, **told):
         ({"frequency_penalty": 1.5}, r"with frequency_penalty 1\.5,"),
         pytest.param({"presence_penalty": 0.7}, r"with presence_penalty 0\.7,", marks=pytest.mark.nightly),
         ({"repetition_penalty": 1.3}, r"with repetition_penalty 1\.3,"),
-        ({"top_k": 5, "top_p": 0.9}, "likeliest tokens alone"),
+        ({"top_k": 5, "top_p": 0.9}, "only the likeliest tokens"),
     ],
 )
 def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
@@ -56,8 +56,8 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
 @pytest.mark.parametrize(
     ("mistake", "step", "named"),
     [
-        ("layer", 2, "weights of layer 1 are those of the version before"),
-        ("cached", 0, "cache of responses"),
+        ("layer", 2, "weights of layer 1 are the previous version's"),
+        ("cached", 0, "response cache"),
         ("bf16", 1, "most likely compute in bfloat16"),
         ("tokenizer", 0, "another tokenizer than the policy"),
     ],
@@ -97,8 +97,8 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
     """The first time it is asked twice; prompts that are new to a cache say nothing of that, and stay out of it."""
     told = []
 
-    async def ask(servers, probes, *, length, again, salt):
-        told.append(([probe.body["prompt"] for probe in probes], length, again))
+    async def ask(servers, probes, *, length, repeat_first, salt):
+        told.append(([probe.body["prompt"] for probe in probes], length, repeat_first))
         return [
             probe_requests.ProbeAnswer("http://a", n, [1], [2] * 3, [-0.5] * 3, f"{len(told)}-{n}")
             for n in range(len(probes))
@@ -106,7 +106,7 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
 
     monkeypatch.setattr(probe_requests, "send_probes", ask)
     monkeypatch.setattr(ProbeSampler, "_measured", lambda self, said, temperatures: said)
-    ranks = SimpleNamespace(shared=lambda value: value)
+    ranks = SimpleNamespace(broadcast=lambda value: value)
     link = SimpleNamespace(run=lambda work: asyncio.run(work(None, None)))
     asking = ProbeSampler(SimpleNamespace(ranks=ranks), link, RolloutConfig(), None)
     for prompts, salt in (("ab", None), ("cd", "new"), ("cd", None), ("ef", None)):
@@ -119,24 +119,24 @@ def test_the_first_request_of_an_asking_is_asked_once_more_in_the_next(monkeypat
 def test_weights_older_than_the_version_before_are_named(tmp_path):
     """At version 2 the server has those that the run began with."""
     server = PolicyServer("restarted")
-    assert "weights that the run began with" in fault(server, tmp_path, steps=4)
+    assert "initial weights of the run" in fault(server, tmp_path, steps=4)
 
 
 def test_an_adapter_with_another_factor_is_named(tmp_path):
-    said = fault(PolicyServer("scaled"), tmp_path, config=ADAPTERS, sync="lora", steps=4)
+    said = fault(PolicyServer("scaled"), tmp_path, config=ADAPTERS, weight_sync="lora", steps=4)
     assert "add the adapter with the factor 4, and the trainer with 2" in said
 
 
 def test_one_of_several_servers_is_named(tmp_path):
     with PolicyServer() as good, PolicyServer("deaf") as bad, pytest.raises(SyncFault) as raised:
         run(good, tmp_path, servers=[good.url, bad.url], steps=4)
-    assert f"Of 2 servers it is {bad.url} alone. They still run the weights of the version before" in str(raised.value)
+    assert f"Only {bad.url} of 2 servers differs. They still run the previous version's weights" in str(raised.value)
 
 
 @pytest.mark.nightly
 def test_a_second_server_behind_one_address_is_said(tmp_path):
     said = fault(PolicyServer("half"), tmp_path, steps=4)
-    assert re.search(r"\d+ of \d+ answers agree: more than one server may stand behind one address", said)
+    assert re.search(r"\d+ of \d+ answers agree: one address may serve several servers", said)
 
 
 @pytest.mark.nightly
@@ -159,11 +159,11 @@ def test_a_second_server_behind_one_address_is_said_of_conversations(tmp_path, m
         message = await policy.chat([*said, {"role": "user", "content": AGAIN}])
         return -float(len(message["content"] or "")) / 10
 
-    said = fault(server, tmp_path, agent=agent, steps=4, turns=2)
+    said = fault(server, tmp_path, agent=agent, steps=4, max_turns=2)
     assert said.startswith("TG-ONLINE-020: step 2:")
-    agreeing, answers = map(int, re.search(r"(\d+) of (\d+) answers agree: more than one server", said).groups())
+    agreeing, answers = map(int, re.search(r"(\d+) of (\d+) answers agree: one address may serve", said).groups())
     assert agreeing == answers / 2
-    assert "They still run the weights of the version before" in said
+    assert "They still run the previous version's weights" in said
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_push_that_was_missed_in_bf16_is_found_before_the_next_update(tmp_path
     said = fault(PolicyServer(mistake), tmp_path, config=BF16, steps=6)
     assert said.startswith("TG-ONLINE-020: step 2:")
     if mistake == "deaf":
-        assert "still run the weights of the version before" in said
+        assert "still run the previous version's weights" in said
 
 
 @pytest.mark.nightly
@@ -185,7 +185,7 @@ def test_truncated_sampling_within_the_bounds_of_bf16_is_found(tmp_path, monkeyp
     monkeypatch.setattr(probe_requests, "TOKENS", 256)
     monkeypatch.setattr(probe_requests, "AT_ONCE", 16)
     said = fault(PolicyServer(sampling={"top_p": 0.9}), tmp_path, config=BF16, steps=4)
-    assert "nats likelier to them on average, which rounding does not explain" in said
+    assert "nats higher on average, which rounding does not explain" in said
 
 
 @pytest.mark.nightly
@@ -207,7 +207,7 @@ def test_a_cause_that_one_token_speaks_for_explains_nothing():
     assert ((rollout - one) ** 2).sum() < 0.1 * ((rollout - now) ** 2).sum()
     assert not explains(now, one, rollout)
     # A slope over one token is that of its rounding: it leans nowhere.
-    assert WeightSyncBounds(bf16=True).leans(now, one, rollout) == 0
+    assert WeightSyncBounds(bf16=True).slope_to_previous(now, one, rollout) == 0
     every = now + drawn.normal(0, 0.05, 400).astype(np.float32)
     assert explains(now, every, every + (rollout - now) * (np.abs(rollout - now) < 0.1))
 
@@ -231,21 +231,21 @@ def test_a_clean_bf16_run_is_no_alarm(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path, config=BF16, steps=4)
     assert [row["step"] for row in found.rows] == [1, 2, 3, 4]
-    assert all(0 < row["sync_p50"] <= BF16_MEDIAN and row["sync_p99"] <= BF16_P99 for row in found.rows)
+    assert all(0 < row["weight_check/p50"] <= BF16_MEDIAN and row["weight_check/p99"] <= BF16_P99 for row in found.rows)
 
 
 def test_that_logprobs_are_raw_is_said_with_what_the_check_cannot_see(tmp_path):
     said = []
     with PolicyServer() as server:
         server.raw = True
-        run(server, tmp_path, steps=1, say=said.append)
-    assert any("logprobs are raw. The check sees other weights, and cannot see a temperature" in line for line in said)
+        run(server, tmp_path, steps=1, log=said.append)
+    assert any("logprobs are raw. The check detects other weights, but not a temperature" in line for line in said)
 
 
 def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
     said = []
     with PolicyServer("template") as server:
-        run(server, tmp_path, steps=1, say=said.append)
+        run(server, tmp_path, steps=1, log=said.append)
     assert any("another chat template" in line and "Be brief." in line for line in said)
 
 
@@ -270,7 +270,7 @@ def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, mon
 
         with pytest.raises(SyncFault) as raised:
             run(server, tmp_path, agent=agent, steps=4, steps_ahead=1)
-    assert "played a version ago, and are compared with the weights of then" in str(raised.value)
+    assert "of the previous version and were compared with its weights" in str(raised.value)
     assert "temperature 1.5" in str(raised.value)
 
 
@@ -298,11 +298,11 @@ def search(monkeypatch):
         return Noise(told["fresh"])
 
     monkeypatch.setattr(weight_check, "explain", explain)
-    driven = SimpleNamespace(taken=1, ranks=SimpleNamespace(shared=lambda value: value))
+    driven = SimpleNamespace(steps_done=1, ranks=SimpleNamespace(broadcast=lambda value: value))
     looked = weight_check.WeightSyncCheck(driven, None, WeightSyncBounds(bf16=True), SimpleNamespace(ask=ask))
 
     def searched(nats, taken=None, spent=None):
-        driven.taken = driven.taken if taken is None else taken
+        driven.steps_done = driven.steps_done if taken is None else taken
         looked._spent = looked._spent if spent is None else spent
         looked._search(2, Noise(nats))
         return told["tried"], len(told["salts"])
@@ -314,7 +314,7 @@ def test_keys_and_values_of_older_weights_are_found_where_new_prompts_are_nearer
     """0.9 nats against 0.1 of prompts with a new salt: more than `MIN_STANDARD_ERRORS` standard errors of 64 and 64
     ranks."""
     searched, told = search
-    with pytest.raises(SyncFault, match=r"TG-ONLINE-020.*keys.*values.*older.*caches"):
+    with pytest.raises(SyncFault, match=r"TG-ONLINE-020.*caches.*keys.*values.*older"):
         searched(0.9)
     assert told["salts"] == ["check-1"]
 
@@ -359,14 +359,14 @@ def test_leaning_towards_the_version_before_is_certain_or_nothing():
     now = drawn.normal(-1, 0.5, 400).astype(np.float32)
     before = (now + drawn.normal(0, 0.02, 400)).astype(np.float32)
     noise = drawn.normal(0, 0.01, 400).astype(np.float32)
-    proof = WeightSyncBounds(bf16=True, square=1e-4)
-    assert proof.leans(now, before, now + noise) == 0
-    assert 0.8 < proof.leans(now, before, before + noise) < 1.2
-    assert 0.3 < proof.leans(now, before, (now + before) / 2 + noise) < 0.7
+    proof = WeightSyncBounds(bf16=True, noise_mean_square=1e-4)
+    assert proof.slope_to_previous(now, before, now + noise) == 0
+    assert 0.8 < proof.slope_to_previous(now, before, before + noise) < 1.2
+    assert 0.3 < proof.slope_to_previous(now, before, (now + before) / 2 + noise) < 0.7
     # What rounding of `now` gives by itself, where the update is as small as rounding.
     rounded = now + drawn.normal(0, 0.01, 400).astype(np.float32)
     still = now + drawn.normal(0, 0.01, 400).astype(np.float32)
-    assert WeightSyncBounds(bf16=True, square=2e-4).leans(rounded, still, now + noise) == 0
+    assert WeightSyncBounds(bf16=True, noise_mean_square=2e-4).slope_to_previous(rounded, still, now + noise) == 0
 
 
 def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
@@ -379,7 +379,7 @@ def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
     text = probe_of({"calls": [{"request": {"prompt": "2+2="}, "response": {}}]}, RolloutConfig())
     assert (text.path, text.temperature) == (probe_requests.COMPLETIONS, 1.0)
     told = {"calls": [{"request": {"messages": messages}, "response": {"prompt_token_ids": [1, 2]}}]}
-    ids = probe_of(told, RolloutConfig(ids="tokens"))
+    ids = probe_of(told, RolloutConfig(input="token_ids"))
     assert (ids.path, ids.body["token_ids"]) == (probe_requests.GENERATE, [1, 2])
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
@@ -395,8 +395,8 @@ def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):
     from tracegrad.trainer import Trainer
 
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    driven = Trainer(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, steps=1)
-    driven.begin()
+    driven = Trainer(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, total_steps=1)
+    driven.create_run_dir()
     ids = np.arange(20, 32)
     rollout = np.full(12, np.nan, np.float32)
     rollout[[5, 6, 7, 10, 11]] = -1.0

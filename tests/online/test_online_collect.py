@@ -34,7 +34,7 @@ def trained(server, out, steps, config=CONFIG, resume=False, **options):
     told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [server.url], "out": out}
     told["resume"] = resume
     told |= split(**{"steps": steps, "steps_ahead": 1, "max_tokens": 6, **options})
-    return tg.online.train(MODEL, None, sinks=(), say=lambda _: None, **told)
+    return tg.online.train(MODEL, None, sinks=(), log=lambda _: None, **told)
 
 
 def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_path):
@@ -45,9 +45,9 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
     said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     assert found.steps == 4
-    assert all(row["sync_max"] < 1e-4 for row in found.rows if row["sync_terms"])
+    assert all(row["weight_check/max"] < 1e-4 for row in found.rows if row["weight_check/tokens"])
     played = {}
-    for place, traces in GroupReader(out / "played").look():
+    for place, traces in GroupReader(out / "played").read_new():
         number, call = int(traces.groups[0]), json.loads(traces[0].record)["calls"][0]
         played.setdefault(place.file, []).append(number)
         assert number < 2 * (call["policy_version"] + 2)  # none is begun before lag 1 lets it
@@ -61,7 +61,7 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
         objective=tg.presets.DAPO_DIRECT,
         config=CONFIG,
         out=tmp_path / "again",
-        say=lambda _: None,
+        log=lambda _: None,
     )
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
 
@@ -93,7 +93,7 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
         thread.join(300)
     assert again.wait(120) == 0, again.stdout.read()
     assert ended[0].steps == 6
-    groups = [traces.groups[0] for _, traces in GroupReader(out / "played").look()]
+    groups = [traces.groups[0] for _, traces in GroupReader(out / "played").read_new()]
     assert len(groups) == len(set(groups))
 
 
@@ -101,7 +101,7 @@ def test_a_killed_collector_is_started_again_and_the_run_goes_on(tmp_path):
 def test_a_trainer_that_goes_on_gives_servers_no_version_that_collectors_are_past(tmp_path):
     """Two steps and a third that no checkpoint has: the third is taken again before anything is pushed."""
     out = tmp_path / "run"
-    config = tg.config.update(CONFIG, [("checkpoint.every", 2)])
+    config = tg.config.update(CONFIG, [("checkpoint.every_steps", 2)])
     with PolicyServer() as server:
         process = collector(out, 0, 1)
         first = trained(server, out, 3, config=config)
@@ -121,8 +121,8 @@ def test_without_a_collector_the_run_says_so(tmp_path):
         PolicyServer() as server,
         pytest.raises(TracegradError, match=r"TG-ONLINE-026.*1"),
     ):
-        trained(server, tmp_path / "run", 2, patience=0.5)
-    assert RunState.read(tmp_path / "run").over
+        trained(server, tmp_path / "run", 2, stall_timeout_s=0.5)
+    assert RunState.read(tmp_path / "run").is_finished
 
 
 def test_without_a_trainer_a_collector_says_so(tmp_path):
@@ -132,7 +132,7 @@ def test_without_a_trainer_a_collector_says_so(tmp_path):
         tg.online.collect(tmp_path, ["a"], agent=lambda task, policy: 1.0, share=(2, 2))
 
 
-@pytest.mark.parametrize("change", [("version", -1), ("servers", [3]), ("taken", "1"), ("model", None)])
+@pytest.mark.parametrize("change", [("version", -1), ("servers", [3]), ("steps_done", "1"), ("model", None)])
 def test_a_state_of_somebody_else_is_refused(tmp_path, change):
     RunState(1, 2, 1, ("http://a",), "policy").write(tmp_path)
     assert RunState.read(tmp_path) == RunState(1, 2, 1, ("http://a",), "policy")

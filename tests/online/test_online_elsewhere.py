@@ -55,9 +55,9 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
     why, (right, anew, silent, gone) = asyncio.run(main())
     assert why == {
         right: None,
-        anew: "it says that it has version default",
+        anew: "it reports version default",
         silent: None,
-        gone: "it says that it has version None",
+        gone: "it reports version None",
     }
 
 
@@ -72,7 +72,9 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
             state = RunState(1, 1, 0, (a.url, b.url), "m")
             state.write(tmp_path)
             with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
-                player = Collector(waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(samples=1))
+                player = Collector(
+                    waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1)
+                )
                 interrupt = Interrupt()
                 told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt)
                 following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
@@ -80,8 +82,8 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                     await until(lambda: link.servers.admission is not None)
                     RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is not None)
-                    assert out(link) == {a.url: None, b.url: "the trainer's push of version 2 did not reach it"}
-                    await until(lambda: (link.version, link.coming, player.taken) == (2, 3, 1))
+                    assert out(link) == {a.url: None, b.url: "it has not received version 2 from the trainer"}
+                    await until(lambda: (link.version, link.next_version, player.steps_done) == (2, 3, 1))
                     await until(lambda: len(b.asked("/health")) >= 3)
                     assert out(link)[b.url] is not None  # healthy, with the weights of before
                     if says:
@@ -89,7 +91,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                     else:
                         RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
                     await until(lambda: out(link)[b.url] is None)
-                    RunState(2, 3, 1, (a.url, b.url), "m", over=True).write(tmp_path)
+                    RunState(2, 3, 1, (a.url, b.url), "m", is_finished=True).write(tmp_path)
                     await asyncio.wait_for(asyncio.shield(following), 60)
                 finally:
                     interrupt.received = signal.SIGTERM
@@ -111,7 +113,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
     ids=str,
 )
 def test_what_a_run_was_told_is_read_again_or_refused(tmp_path, changed):
-    brief = RunInfo("model", "DAPO", OnlineConfig(steps=3), RolloutConfig(turns=2), {"max_model_len": 99})
+    brief = RunInfo("model", "DAPO", OnlineConfig(steps=3), RolloutConfig(max_turns=2), {"max_model_len": 99})
     with pytest.raises(ReadError):
         RunInfo.read(tmp_path)
     brief.write(tmp_path, Config())
@@ -130,7 +132,7 @@ def test_what_waits_for_a_server_that_has_ended_raises_why():
         await asyncio.sleep(60)
 
     why = None
-    with ServerPool(lambda: Servers(["http://127.0.0.1:9"], model="m"), ended=lambda: why) as link:
+    with ServerPool(lambda: Servers(["http://127.0.0.1:9"], model="m"), end_reason=lambda: why) as link:
         link.check()
         why = "vLLM ended with status 137"
         with pytest.raises(ServerError, match="ended with status 137"):
@@ -140,22 +142,22 @@ def test_what_waits_for_a_server_that_has_ended_raises_why():
 
 
 def test_that_no_server_can_be_asked_is_said_once(monkeypatch):
-    monkeypatch.setattr("tracegrad.online.server_pool.PATIENCE_S", 1)
+    monkeypatch.setattr("tracegrad.online.server_pool.WARN_AFTER_S", 1)
     urls, said = ["http://127.0.0.1:9", "http://127.0.0.1:10"], []
 
     async def gone(servers, sync, url):
-        servers.leave_out(url, "connection refused")
+        servers.suspend(url, "connection refused")
 
     async def waited(servers, sync):
         await asyncio.sleep(2.5)
 
-    with ServerPool(lambda: Servers(urls, model="m", probe_s=3600), say=said.append) as link:
+    with ServerPool(lambda: Servers(urls, model="m", probe_s=3600), log=said.append) as link:
         link.run(lambda servers, sync: gone(servers, sync, urls[0]))
         link.run(waited)
         assert said == []
         link.run(lambda servers, sync: gone(servers, sync, urls[1]))
         link.run(waited)
-        assert link.asked_s - 2 > link.gone_s > 1  # two waits of 2.5 s; one of them while both were gone
+        assert link.wait_s - 2 > link.unreachable_s > 1  # two waits of 2.5 s; one of them while both were gone
         link.interrupted = lambda: True
         with pytest.raises(Interrupted):
             link.run(waited)

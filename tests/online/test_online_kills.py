@@ -41,8 +41,8 @@ def killed(out, steps, collectors=0, seed=0, **kills):
 
 def check(out, steps):
     """What must hold of the folder of a run that is over, however often what was killed: each task is one group."""
-    found = GroupReader(out / "run" / "played").look()
-    groups = CONFIG.pack.step_groups
+    found = GroupReader(out / "run" / "played").read_new()
+    groups = CONFIG.train.groups_per_step
     assert sorted(int(traces.groups[0]) for _, traces in found) == list(range(steps * groups))
     assert all(len(traces) == PLAY["samples"] for _, traces in found)
     records = [json.loads(trace.record) for _, traces in found for trace in traces]
@@ -53,7 +53,7 @@ def check(out, steps):
     assert sorted(taken) == sorted(place for place, _ in found)
     rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    assert all(row["sync_max"] < 1e-4 for row in rows if row.get("sync_terms"))
+    assert all(row["weight_check/max"] < 1e-4 for row in rows if row.get("weight_check/tokens"))
     assert len(list((out / "run" / "weights").iterdir())) <= 2
     assert [path.name for path in (out / "run" / "checkpoints").glob(".tmp-*")] == []
     ended = [load_file(out / name / "checkpoint" / "model.safetensors") for name in ("run", "again")]

@@ -87,7 +87,7 @@ def test_a_column_of_another_length_fails_the_function_that_logged_it():
 def test_lengths_by_hand():
     first = completions([3, 3, 5], [4, 10, 1], [False, True, False])
     second = completions([5], [9], [True])
-    assert (first + second).named() == {
+    assert (first + second).values() == {
         "num_tokens": 40.0,
         "completions/mean_length": 6.0,
         "completions/min_length": 1.0,
@@ -97,6 +97,6 @@ def test_lengths_by_hand():
         "completions/min_terminated_length": 1.0,
         "completions/max_terminated_length": 4.0,
     }
-    assert (tools([1, 2], [0, 1]) + tools([3], [0])).named()["tools/failure_frequency"] == pytest.approx(1 / 6)
+    assert (tools([1, 2], [0, 1]) + tools([3], [0])).values()["tools/failure_frequency"] == pytest.approx(1 / 6)
     with pytest.raises(tg.errors.ArgumentError, match=r"TG-ARGS-002.*sampled"):
         completions([1], [1, 2], [False, False])

@@ -36,7 +36,7 @@ def test_a_quiet_run_is_proven_on_both_and_is_the_run_of_one(found, tmp_path):
     (first, second), out = found
     assert first["quiet"] == second["quiet"]
     assert [row["staleness_max"] for row in first["quiet"]["rows"]] == [0, 1, 1]
-    assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in first["quiet"]["rows"])
+    assert all(row["weight_check/tokens"] > 0 and row["weight_check/max"] < 1e-4 for row in first["quiet"]["rows"])
     again = tg.online.replay(
         out / "quiet", MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"
     )
@@ -52,10 +52,10 @@ def test_a_quiet_run_is_proven_on_both_and_is_the_run_of_one(found, tmp_path):
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ("deaf", "still run the weights of the version before"),
-        ("deaf, canary", "still run the weights of the version before"),
-        ("stale, canary", "prompt that they have never seen they agree"),
-        ("before", "adapter of the step before"),
+        ("deaf", "still run the previous version's weights"),
+        ("deaf, canary", "still run the previous version's weights"),
+        ("stale, canary", "On a new prompt they agree"),
+        ("before", "previous step's adapter"),
     ],
 )
 def test_a_fault_ends_both_ranks_with_the_same_words(found, case, why):

@@ -19,22 +19,22 @@ async def twice(task, policy):
 
 def test_a_run_by_ids_proves_its_pushes_and_forks_nowhere(tmp_path):
     forks = {}
-    for ids in ("tokens", "chat"):
+    for ids in ("token_ids", "messages"):
         with PolicyServer() as server:
-            found = run(server, tmp_path / ids, agent=twice, turns=2, temperature=1.5, ids=ids)
+            found = run(server, tmp_path / ids, agent=twice, max_turns=2, temperature=1.5, input=ids)
             assert found.stopped == "done"
-            assert (server.generated > 0, server.calls > 0) == (ids == "tokens", ids == "chat")
-        assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
-        forks[ids] = sum(row["forks"] for row in found.rows)
+            assert (server.generated > 0, server.calls > 0) == (ids == "token_ids", ids == "messages")
+        assert all(row["weight_check/tokens"] > 0 and row["weight_check/max"] < 1e-4 for row in found.rows)
+        forks[ids] = sum(row["branches_extra"] for row in found.rows)
     # Sampled hot, the same text tokenises otherwise than it was drawn.
-    assert forks["tokens"] == 0 < forks["chat"], forks
+    assert forks["token_ids"] == 0 < forks["messages"], forks
 
 
 def test_servers_without_the_paths_end_a_run_by_ids_before_it_begins(tmp_path):
     with PolicyServer() as server:
         server.scales_out = False
         with pytest.raises(ArgumentError, match=r"TG-ROLLOUT-039.*--enable-scale-out"):
-            run(server, tmp_path / "run", ids="tokens")
+            run(server, tmp_path / "run", input="token_ids")
         assert (server.generated, server.calls) == (1, 0)  # the check has tried
 
 
@@ -42,8 +42,8 @@ def test_an_agent_with_its_own_client_is_told_that_it_has_no_address(tmp_path):
     async def by_address(task, policy):
         return policy.base_url
 
-    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"TG-ONLINE-016.*play\.ids"):
-        run(server, tmp_path / "run", agent=by_address, ids="tokens", failures=2)
+    with PolicyServer() as server, pytest.raises(tg.TracegradError, match=r"TG-ONLINE-016.*rollout\.input"):
+        run(server, tmp_path / "run", agent=by_address, input="token_ids", max_consecutive_failures=2)
 
 
 def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
@@ -57,11 +57,11 @@ def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
         raise Stop
 
     monkeypatch.setattr("tracegrad.rollout.launch.launch", launch)
-    for ids in ("chat", "tokens"):
+    for ids in ("messages", "token_ids"):
         with (
             pytest.raises(Stop),
             servers.open_servers(
-                MODEL, [], None, "python", {}, OnlineConfig(), RolloutConfig(ids=ids), tmp_path / ids, print
+                MODEL, [], None, "python", {}, OnlineConfig(), RolloutConfig(input=ids), tmp_path / ids, print
             ),
         ):
             pass

@@ -24,10 +24,10 @@ ADAPTERS = tg.config.update(CONFIG, [("train.lora_rank", 4), ("optimizer.lr", 5e
 @pytest.mark.nightly
 def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
     with PolicyServer() as server:
-        found = run(server, tmp_path / "run", config=ADAPTERS, steps=4, sync="lora")
+        found = run(server, tmp_path / "run", config=ADAPTERS, steps=4, weight_sync="lora")
         names = list(server.adapted)
-    assert all(row["sync_terms"] == row["terms"] > 0 for row in found.rows)
-    assert all(row["sync_max"] < 1e-4 for row in found.rows)
+    assert all(row["weight_check/tokens"] == row["tokens_trained"] > 0 for row in found.rows)
+    assert all(row["weight_check/max"] < 1e-4 for row in found.rows)
     # steps_ahead 0: the newest and one before it; what the run was told to ask for ends with its version
     assert [name.rsplit("-", 1)[1] for name in names[1:]] == ["v3", "v4"]
     assert sorted(each.name for each in (tmp_path / "run" / "weights").iterdir()) == names[1:]
@@ -43,14 +43,14 @@ def test_each_version_is_served_under_its_own_name_and_proven(tmp_path):
 @pytest.mark.parametrize(
     ("mistake", "at", "why"),
     [
-        pytest.param("before", 3, "adapter of the step before", marks=pytest.mark.nightly),
-        ("bare", 2, r"TG-ONLINE-020.*none"),
+        pytest.param("before", 3, "previous step's adapter", marks=pytest.mark.nightly),
+        ("bare", 2, r"TG-ONLINE-020.*without an adapter"),
     ],
 )
 @pytest.mark.parametrize("steps_ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_another_adapter_than_the_one_that_was_named_is_found(tmp_path, mistake, at, why, steps_ahead):
     with PolicyServer(mistake) as server, pytest.raises(SyncFault, match=why) as raised:
-        run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=steps_ahead)
+        run(server, tmp_path, config=ADAPTERS, steps=6, weight_sync="lora", steps_ahead=steps_ahead)
     # "before" at version 1 is version 0, whose adapter changes nothing
     assert str(raised.value).startswith(f"TG-ONLINE-020: step {2 if at == 2 or not steps_ahead else ''}")
 
@@ -78,9 +78,9 @@ class Slow(PolicyServer):
 @pytest.mark.nightly
 def test_an_adapter_that_a_call_still_asks_for_stays_loaded(tmp_path):
     with Slow() as server:
-        found = run(server, tmp_path, config=ADAPTERS, steps=6, sync="lora", steps_ahead=1)
+        found = run(server, tmp_path, config=ADAPTERS, steps=6, weight_sync="lora", steps_ahead=1)
     assert server.loaded == ["v0", "v1", "v2", "v3", "v4"]
-    assert all(row["sync_terms"] > 0 and row["sync_max"] < 1e-4 for row in found.rows)
+    assert all(row["weight_check/tokens"] > 0 and row["weight_check/max"] < 1e-4 for row in found.rows)
     assert max(row["staleness_max"] for row in found.rows) >= 4  # the late group, trained by what sampled it
     assert found.rows[-1]["trajectories_failed"] == 0
     assert [name.rsplit("-", 1)[1] for name in server.adapted if name != "clerk"] == ["v4", "v5", "v6"]
@@ -104,7 +104,17 @@ def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
         return -float(len(message["content"] or "")) / 10
 
     with Tired() as server:
-        run(server, tmp_path, config=ADAPTERS, steps=5, sync="lora", steps_ahead=1, agent=often, turns=4, max_tokens=4)
+        run(
+            server,
+            tmp_path,
+            config=ADAPTERS,
+            steps=5,
+            weight_sync="lora",
+            steps_ahead=1,
+            agent=often,
+            max_turns=4,
+            max_tokens=4,
+        )
     records = [json.loads(trace.record) for path in (tmp_path / "played").iterdir() for trace in tg.read(path)]
     calls = [call for record in records for call in record["calls"]]
     assert len({call["policy_version"] for call in calls}) >= 4
@@ -124,12 +134,12 @@ def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_
         async with StandIn(reply) as server, Servers([server.url], model="m", probe_s=0.02) as servers:
             sync = Lora(servers, tmp_path, config={"r": 2}, keep=2)
             await sync.push({"lora_A.weight": torch.ones(2)}, 1)
-            with servers.holding() as held:
+            with servers.hold_model() as held:
                 for version in (2, 3, 4):
                     await sync.push({"lora_A.weight": torch.ones(2)}, version)
                 assert (held, servers.model, servers.in_use) == ("policy-v1", "policy-v4", {"policy-v1"})
                 loaded.clear()
-                servers.leave_out(server.url, "it began anew")
+                servers.suspend(server.url, "it began anew")
                 assert await servers.usable(5)
                 assert loaded == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
             assert servers.in_use == set()
@@ -144,9 +154,9 @@ def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_
 def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):
     told = {"rewards": [lambda prompts, completions: [0.0] * len(prompts)], "servers": ["http://127.0.0.1:9"]}
     with pytest.raises(ArgumentError, match="TG-ONLINE-033"):
-        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(sync="lora"), out=tmp_path / "a")
+        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(weight_sync="lora"), out=tmp_path / "a")
     with pytest.raises(ArgumentError, match="TG-ONLINE-034"):
-        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(sync="nccl"), out=tmp_path / "b")
+        tg.online.train(MODEL, questions(count=2), **told, online=OnlineConfig(weight_sync="nccl"), out=tmp_path / "b")
 
 
 def test_an_evaluation_of_one_task_has_no_interval_and_its_row_is_one_of_json(tmp_path):
@@ -154,8 +164,8 @@ def test_an_evaluation_of_one_task_has_no_interval_and_its_row_is_one_of_json(tm
         await policy.chat(task_["prompt"])
         return float(task_["prompt"][-1]["content"] != "")
 
-    told = {"agent": answers, "evaluation": questions(count=1)}
+    told = {"agent": answers, "eval_tasks": questions(count=1)}
     with PolicyServer() as server:
-        found = run(server, tmp_path, how=told, steps=1, samples=2)
+        found = run(server, tmp_path, how=told, steps=1, group_size=2)
     evaluated = [row for row in found.rows if "eval_reward" in row]
     assert [(row["eval_reward"], row["eval_low"], row["eval_high"]) for row in evaluated] == [(1.0, None, None)] * 2

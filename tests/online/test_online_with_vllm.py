@@ -112,7 +112,7 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
             while await running(served) < len(prompts):
                 await asyncio.sleep(0.01)
             pushed = await sync.push(trainer.weights(before + 1), before + 1)
-            assert pushed.ok == (served,)
+            assert pushed.updated == (served,)
             return prompts, await asyncio.gather(*flying)
 
     for before in (20, 22, 24):  # on a busy machine all may be answered before the push
@@ -167,7 +167,7 @@ def test_an_old_head_is_seen_where_it_is_not_packed_again(served, trainer, examp
             await sync.push(trainer.weights(40), 40)
             told = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
             for path, body in [("/pause?mode=keep", None), ("/collective_rpc", told), ("/resume", None)]:
-                [answer] = await servers.each(path, body)
+                [answer] = await servers.request_all(path, body)
                 assert answer.ok, answer.words
             old = await asked(servers, 41)
             await sync.push(trainer.weights(41), 41)
@@ -214,14 +214,14 @@ def test_an_update_that_fails_is_said_and_the_next_one_is_exact(served, trainer,
                 await File(servers, tmp_path).push(tmp_path / "spoilt.safetensors", 51)
             print(f"\n{error.value}")
         async with opened(served) as servers:
-            [paused] = await servers.each("/is_paused", method="GET")
+            [paused] = await servers.request_all("/is_paused", method="GET")
             assert paused.body == {"is_paused": True}
             pushed = await File(servers, tmp_path).push(trainer.weights(52), 52)
             said = await asked(servers, 52)
             return pushed, said
 
     pushed, said = asyncio.run(run())
-    assert pushed.ok == (served,)
+    assert pushed.updated == (served,)
     assert trainer.off(52, said) < EXACT
 
 
@@ -230,11 +230,11 @@ class Failing(Servers):
 
     failed = False
 
-    async def ask(self, url, path, body=None, **options):
+    async def request(self, url, path, body=None, **options):
         if path == "/update_weights" and not self.failed:
             self.failed = True
             body = {"update_info": {"path": "/nowhere"}}
-        return await super().ask(url, path, body, **options)
+        return await super().request(url, path, body, **options)
 
 
 def test_a_failed_update_is_sent_once_more_while_requests_wait(served, trainer, tmp_path):
@@ -252,7 +252,7 @@ def test_a_failed_update_is_sent_once_more_while_requests_wait(served, trainer, 
             return pushed, await asked(servers, 61)
 
     pushed, said = asyncio.run(run())
-    assert (pushed.ok, pushed.repeated) == ((served,), 1)
+    assert (pushed.updated, pushed.repeated) == ((served,), 1)
     assert trainer.off(61, said) < EXACT
 
 
@@ -262,12 +262,12 @@ def test_an_update_that_a_dead_trainer_left_open_is_closed_first(served, trainer
     async def run():
         async with opened(served) as servers:
             for path, body in [("/pause?mode=keep", None), ("/start_weight_update", None)]:
-                assert (await servers.each(path, body))[0].ok
+                assert (await servers.request_all(path, body))[0].ok
             told = {"update_info": {"path": str(tmp_path / "half.safetensors")}}
-            assert (await servers.each("/update_weights", told))[0].ok
+            assert (await servers.request_all("/update_weights", told))[0].ok
         async with opened(served) as servers:
             pushed = await File(servers, tmp_path).push(trainer.weights(72), 72)
-            assert pushed.ok == (served,)
+            assert pushed.updated == (served,)
             return await asked(servers, 72)
 
     assert trainer.off(72, asyncio.run(run())) < EXACT

@@ -46,7 +46,7 @@ def ragged(draw):
 
 
 def test_a_step_holds_its_terms_by_trace_branch_and_position():
-    [step] = pack(SMALL, [1.0, -1.0, 9.0, 0.5], token_budget=8)
+    [step] = pack(SMALL, [1.0, -1.0, 9.0, 0.5], tokens_per_row=8)
     # Tokens of the branches begin at 0, 4, 7, 12, 18.
     assert step.origin.tolist() == [1, 2, 6, 8, 11, 19]
     assert step.trace.tolist() == [0, 0, 1, 1, 1, 3]
@@ -67,21 +67,21 @@ def test_a_step_holds_its_terms_by_trace_branch_and_position():
 def test_a_trace_without_a_term_counts_where_that_is_told():
     alone = sequences([3, 3, 2, 4], [[1, 2], [], [], [1]], trace=[0, 1, 2, 3], group=[0, 0, 1, 2])
     counted = [False, True, True, False]
-    both, last = pack(alone, np.zeros(4), token_budget=8, counted=counted, step_groups=2)
+    both, last = pack(alone, np.zeros(4), tokens_per_row=8, count_always=counted, groups_per_step=2)
     assert both.origin.tolist() == [1, 2]
     # Two terms of one trace; its group has a second trace, and a second group has a trace, neither with a term.
     assert both.totals == Totals(terms=2, traces=3, groups=2)
     assert both.group_traces.tolist() == [2, 2]
-    assert (both.skipped, both.trains) == (SkippedTraces(traces=2, terms=0), True)
+    assert (both.skipped, both.has_trained_tokens) == (SkippedTraces(traces=2, tokens=0), True)
     assert last.totals == Totals(terms=1, traces=1, groups=1)
-    (step,) = pack(alone, np.zeros(4), token_budget=8)
+    (step,) = pack(alone, np.zeros(4), tokens_per_row=8)
     assert step.totals == Totals(terms=3, traces=2, groups=2)
-    each = pack(alone, np.zeros(4), token_budget=8, counted=counted, step_groups=1)
-    assert [(step.totals.terms, step.trains) for step in each] == [(2, True), (0, False), (1, True)]
+    each = pack(alone, np.zeros(4), tokens_per_row=8, count_always=counted, groups_per_step=1)
+    assert [(step.totals.terms, step.has_trained_tokens) for step in each] == [(2, True), (0, False), (1, True)]
 
 
 def test_rows_are_filled_longest_first_and_branches_end_with_their_last_term():
-    [step] = pack(SMALL, np.zeros(4), token_budget=8)
+    [step] = pack(SMALL, np.zeros(4), tokens_per_row=8)
     # Laid lengths 3, 3, 5, 0, 2: 5 opens row 0, 3 fills it, 3 opens row 1, 2 joins it.
     first, second = step.batches
     assert first.ids.tolist() == [0, 1, 2, 7, 8, 9, 10, 11]
@@ -89,7 +89,7 @@ def test_rows_are_filled_longest_first_and_branches_end_with_their_last_term():
     assert first.tree_end.tolist() == [3, 3, 3, 8, 8, 8, 8, 8]
     assert first.read.tolist() == [0, 1, 3, 6]
     assert first.target.tolist() == [1, 2, 8, 11]
-    assert first.row.tolist() == [0, 1, 2, 3]
+    assert first.logit_row.tolist() == [0, 1, 2, 3]
     assert first.term.tolist() == [0, 1, 3, 4]
     assert second.ids.tolist() == [4, 5, 6, 18, 19]
     assert second.term.tolist() == [2, 5]
@@ -102,8 +102,8 @@ def test_over_all_ranks_every_term_is_read_once_where_it_is_predicted(s, budget,
         pack(
             s,
             np.arange(s.traces),
-            token_budget=budget,
-            step_groups=groups,
+            tokens_per_row=budget,
+            groups_per_step=groups,
             ranks=ranks,
             rank=rank,
             seed=seed,
@@ -137,7 +137,7 @@ def check_step(s: Sequences, step: Step, budget: int, multiple: int):
         assert np.array_equal(batch.target, s.ids[origin])
         assert np.array_equal(batch.ids[batch.read], s.ids[origin - 1])
         assert np.array_equal(batch.inv_temperature, s.inv_temperature[origin])
-        assert np.array_equal(batch.row, np.arange(len(batch.term)))
+        assert np.array_equal(batch.logit_row, np.arange(len(batch.term)))
         check_tree(s, batch, step.branch[batch.term], origin)
 
 
@@ -155,7 +155,7 @@ def check_tree(s: Sequences, batch: Batch, branch, origin):
 def test_counts_are_those_of_the_whole_step(s):
     owner = np.repeat(s.trace, np.diff(s.cu_seqlens))[s.terms]
     for rank in range(2):
-        for step in pack(s, np.zeros(s.traces), token_budget=20, step_groups=2, ranks=2, rank=rank):
+        for step in pack(s, np.zeros(s.traces), tokens_per_row=20, groups_per_step=2, ranks=2, rank=rank):
             for place in range(len(step)):
                 same = s.group[owner] == step.group[place]
                 assert step.trace_terms[place] == (owner == step.trace[place]).sum()
@@ -165,18 +165,18 @@ def test_counts_are_those_of_the_whole_step(s):
 
 def test_a_rank_with_less_work_gets_batches_of_padding():
     s = sequences([9, 9, 9], [[8], [8], [8]])
-    steps = [pack(s, np.ones(3), token_budget=9, ranks=2, rank=rank, pad_to_multiple_of=4)[0] for rank in range(2)]
+    steps = [pack(s, np.ones(3), tokens_per_row=9, ranks=2, rank=rank, pad_to_multiple_of=4)[0] for rank in range(2)]
     assert [len(step.batches) for step in steps] == [2, 2]
     assert [len(step) for step in steps] == [2, 1]
     empty = steps[1].batches[1]
-    assert len(empty.term) == len(empty.read) == len(empty.row) == 0
+    assert len(empty.term) == len(empty.read) == len(empty.logit_row) == 0
     assert empty.tree_end.tolist() == [1, 2, 3, 4]
     assert empty.positions.tolist() == [0] * 4
 
 
 def test_groups_stay_together_in_the_order_of_their_first_trace():
     s = sequences([2] * 6, [[1]] * 6, group=[5, 1, 5, 9, 1, 9])
-    steps = pack(s, np.zeros(6), token_budget=100, step_groups=2)
+    steps = pack(s, np.zeros(6), tokens_per_row=100, groups_per_step=2)
     assert [sorted(set(step.group.tolist())) for step in steps] == [[1, 5], [9]]
     assert [step.totals.groups for step in steps] == [2, 1]
 
@@ -185,7 +185,10 @@ def test_a_seed_shuffles_groups_and_gives_the_same_plan_again():
     s = sequences([2] * 40, [[1]] * 40, group=np.arange(40) // 2)
 
     def plan(seed):
-        return [tuple(step.origin.tolist()) for step in pack(s, np.zeros(40), token_budget=8, step_groups=3, seed=seed)]
+        return [
+            tuple(step.origin.tolist())
+            for step in pack(s, np.zeros(40), tokens_per_row=8, groups_per_step=3, seed=seed)
+        ]
 
     assert plan(1) == plan(1)
     assert plan(1) != plan(2)
@@ -193,19 +196,19 @@ def test_a_seed_shuffles_groups_and_gives_the_same_plan_again():
 
 
 def test_advantages_may_be_given_per_term():
-    [step] = pack(SMALL, np.arange(6) / 10, token_budget=8)
+    [step] = pack(SMALL, np.arange(6) / 10, tokens_per_row=8)
     assert step.advantages.tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 def test_a_trace_longer_than_the_budget_is_refused_by_name():
     s = sequences([3, 9, 8], [[2], [8], [7]])
-    with pytest.raises(ArgumentError, match=r"trace '1': branch 0 has 9 tokens .*\(2 traces .*token_budget to 9"):
-        pack(s, np.zeros(3), token_budget=5)
+    with pytest.raises(ArgumentError, match=r"trace '1': branch 0 has 9 tokens .*\(2 traces .*tokens_per_row to 9"):
+        pack(s, np.zeros(3), tokens_per_row=5)
 
 
 def test_dropped_traces_are_counted_in_the_step_of_their_group():
     s = sequences([3, 3, 9, 9], [[2], [2], [7, 8], [8]], group=[0, 1, 1, 2])
-    steps = pack(s, np.zeros(4), token_budget=5, step_groups=1, too_long="drop")
+    steps = pack(s, np.zeros(4), tokens_per_row=5, groups_per_step=1, too_long="drop")
     assert [step.totals for step in steps] == [Totals(1, 1, 1), Totals(1, 1, 1)]
     # Group 2 is gone, so its trace stands in the first step.
     assert [step.too_long for step in steps] == [TruncationLoss(("3",), 1), TruncationLoss(("2",), 2)]
@@ -214,7 +217,7 @@ def test_dropped_traces_are_counted_in_the_step_of_their_group():
 
 def test_truncated_branches_keep_the_terms_before_the_budget():
     s = sequences([3, 9], [[2], [1, 3, 8]])
-    [step] = pack(s, np.zeros(2), token_budget=5, too_long="truncate")
+    [step] = pack(s, np.zeros(2), tokens_per_row=5, too_long="truncate")
     assert step.origin.tolist() == [2, 4, 6]
     assert step.trace_terms.tolist() == [1, 2, 2]
     assert step.too_long == TruncationLoss(("1",), 1)
@@ -223,18 +226,18 @@ def test_truncated_branches_keep_the_terms_before_the_budget():
 
 def test_an_objective_over_whole_traces_keeps_them_in_one_row():
     s = sequences([4, 5, 4, 5], [[3], [4], [3], [4]], trace=[0, 0, 1, 1])
-    loose = pack(s, np.zeros(2), token_budget=10)[0].batches
-    whole = pack(s, np.zeros(2), token_budget=10, needs=WHOLE)[0].batches
+    loose = pack(s, np.zeros(2), tokens_per_row=10)[0].batches
+    whole = pack(s, np.zeros(2), tokens_per_row=10, requirements=WHOLE)[0].batches
     assert [batch.term.tolist() for batch in loose] == [[1, 3], [0, 2]]
     assert [batch.term.tolist() for batch in whole] == [[0, 1], [2, 3]]
     with pytest.raises(ArgumentError, match=r"TG-PACK-517.*9"):
-        pack(s, np.zeros(2), token_budget=8, needs=WHOLE)
+        pack(s, np.zeros(2), tokens_per_row=8, requirements=WHOLE)
     with pytest.raises(ArgumentError, match="TG-PACK-515"):
-        pack(s, np.zeros(2), token_budget=8, needs=WHOLE, too_long="truncate")
+        pack(s, np.zeros(2), tokens_per_row=8, requirements=WHOLE, too_long="truncate")
 
 
 def test_logprobs_come_back_in_the_order_of_the_step():
-    [step] = pack(SMALL, np.zeros(4), token_budget=8)
+    [step] = pack(SMALL, np.zeros(4), tokens_per_row=8)
     per_batch = [np.float32(batch.term) * -1 for batch in step.batches]
     assert step.with_logprobs(old=per_batch).old_logprobs.tolist() == [0, -1, -2, -3, -4, -5]
     flat = step.with_logprobs(ref=np.linspace(-1, 0, 6))
@@ -248,17 +251,17 @@ def test_logprobs_come_back_in_the_order_of_the_step():
 
 
 def test_lag_counts_versions_behind_the_policy_that_is_trained():
-    [step] = pack(SMALL, np.ones(4), token_budget=8)
+    [step] = pack(SMALL, np.ones(4), tokens_per_row=8)
     step = replace(step, version=np.array([3, 3, 5, 0, -1, 2], np.int32))
-    assert step.lag(5).tolist() == [2, 2, 0, 5, -1, 3]
-    assert step.lag(7).tolist() == [4, 4, 2, 7, -1, 5]
-    assert step.lag(None).tolist() == [-1] * 6
+    assert step.staleness(5).tolist() == [2, 2, 0, 5, -1, 3]
+    assert step.staleness(7).tolist() == [4, 4, 2, 7, -1, 5]
+    assert step.staleness(None).tolist() == [-1] * 6
     with pytest.raises(ArgumentError, match=r"TG-PACK-003.*4.*5"):
-        step.lag(4)
+        step.staleness(4)
 
 
 def test_imbalance_is_the_busiest_rank_over_the_mean():
-    [step] = pack(SMALL, np.ones(4), token_budget=8)
+    [step] = pack(SMALL, np.ones(4), tokens_per_row=8)
     assert replace(step, load=np.array([5.0, 2.0, 3.0, 2.0])).imbalance == 5 / 3
     assert replace(step, load=np.array([0.25, 0.75])).imbalance == 1.5
     assert replace(step, load=np.zeros(3)).imbalance == 1.0
@@ -274,21 +277,26 @@ def test_imbalance_is_the_busiest_rank_over_the_mean():
     ],
 )
 def test_a_term_is_idle_where_nothing_else_looks_at_it(dropped, weightless, idle):
-    [step] = pack(sequences([5], [[1, 2, 3, 4]]), [1.0], token_budget=8)
+    [step] = pack(sequences([5], [[1, 2, 3, 4]]), [1.0], tokens_per_row=8)
     step = replace(step, advantages=np.array([1.0, 1.0, 1.0, 0.0]))  # the first is dropped, the second without weight
     corrected = Correction(np.array([2.0, 0.0, 1.0, 1.0]), np.array([False, True, True, True]), np.ones(4), {})
-    assert step.idle(SimpleNamespace(dropped=dropped, weightless=weightless), corrected).tolist() == idle
+    assert (
+        step.tokens_without_gradient(
+            SimpleNamespace(dropped_reason=dropped, zero_weight_reason=weightless), corrected
+        ).tolist()
+        == idle
+    )
 
 
 def test_padding_is_no_token_of_a_row():
     # One branch of 5 and one of 2, in rows of 5; both are padded to 6.
-    [step] = pack(sequences([5, 2], [[1, 4], [1]]), np.ones(2), token_budget=5, pad_to_multiple_of=6)
+    [step] = pack(sequences([5, 2], [[1, 4], [1]]), np.ones(2), tokens_per_row=5, pad_to_multiple_of=6)
     assert [(len(batch.ids), batch.tokens) for batch in step.batches] == [(6, 5), (6, 2)]
 
 
 def test_terms_are_gathered_from_the_step_for_one_batch():
     torch = pytest.importorskip("torch")
-    [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], token_budget=8)
+    [step] = pack(SMALL, [1.0, -1.0, 0.0, 0.5], tokens_per_row=8)
     step = step.with_logprobs(old=np.arange(6, dtype=np.float32) * -1)
     scales = {Reduce("constant", norm=2.0): np.full(6, 0.5, np.float32)}
     corrected = Correction(np.arange(6.0), np.arange(6) > 2, np.full(6, 0.25, np.float32), {}, scales)
@@ -310,11 +318,11 @@ def test_terms_are_gathered_from_the_step_for_one_batch():
 
 def test_as_many_terms_as_traces_are_told_apart_by_a_word():
     one_each = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [np.nan, -1, -2, np.nan, np.nan], [0, 1, 1, 0, 0])
-    [by_trace] = pack(one_each, [1.0, -1.0], token_budget=8)
-    [by_term] = pack(one_each, [1.0, -1.0], token_budget=8, per="term")
+    [by_trace] = pack(one_each, [1.0, -1.0], tokens_per_row=8)
+    [by_term] = pack(one_each, [1.0, -1.0], tokens_per_row=8, per="term")
     assert (by_trace.advantages.tolist(), by_term.advantages.tolist()) == ([1.0, 1.0], [1.0, -1.0])
     with pytest.raises(ArgumentError, match=r"TG-PACK-009.*2.*per='trace"):
-        pack(SMALL, [1.0, -1.0], token_budget=8, per="trace")
+        pack(SMALL, [1.0, -1.0], tokens_per_row=8, per="trace")
 
 
 @pytest.mark.parametrize(
@@ -323,8 +331,8 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
         ({"per": "turn"}, r"TG-ARGS-008.*turn"),
         ({"skip_zero_advantage": True}, "TG-PACK-013"),
         ({"pad_to_multiple_of": 0}, r"TG-ARGS-005.*pad_to_multiple_of.*0"),
-        ({"token_budget": 0}, r"TG-ARGS-005.*token_budget.*0"),
-        ({"step_groups": 0}, r"TG-ARGS-005.*step_groups.*0"),
+        ({"tokens_per_row": 0}, r"TG-ARGS-005.*tokens_per_row.*0"),
+        ({"groups_per_step": 0}, r"TG-ARGS-005.*groups_per_step.*0"),
         ({"ranks": 2, "rank": 2}, r"TG-PACK-012.*2"),
         ({"ranks": 2, "rank": 5}, r"TG-PACK-012.*5.*2"),
         ({"too_long": "cut"}, r"TG-ARGS-008.*too_long.*cut"),
@@ -333,27 +341,27 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(change, message):
-    arguments = {"advantages": np.zeros(4), "token_budget": 8} | change
+    arguments = {"advantages": np.zeros(4), "tokens_per_row": 8} | change
     with pytest.raises(ArgumentError, match=message):
         pack(SMALL, arguments.pop("advantages"), **arguments)
 
 
 def test_as_many_advantages_as_traces_are_per_trace():
-    [step] = pack(sequences([3, 3], [[1, 2], []]), [0.5, 9.0], token_budget=8)
+    [step] = pack(sequences([3, 3], [[1, 2], []]), [0.5, 9.0], tokens_per_row=8)
     assert step.advantages.tolist() == [0.5, 0.5]
 
 
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ArgumentError, match="TG-PACK-008"):
-        pack(sequences([3, 3], [[], []]), np.zeros(2), token_budget=8)
+        pack(sequences([3, 3], [[], []]), np.zeros(2), tokens_per_row=8)
     with pytest.raises(ArgumentError, match="TG-PACK-008"):
-        pack(sequences([9], [[8]]), np.zeros(1), token_budget=4, too_long="drop")
+        pack(sequences([9], [[8]]), np.zeros(1), tokens_per_row=4, too_long="drop")
 
 
 def test_a_first_token_cannot_be_trained():
     s = Sequences.from_arrays([1, 2], [0, 2], [-0.1, -0.1], [True, True])
     with pytest.raises(ArgumentError, match="trace '0': the first token of branch 0 is trainable"):
-        pack(s, [1.0], token_budget=8)
+        pack(s, [1.0], tokens_per_row=8)
 
 
 def test_packing_needs_no_torch():
@@ -374,9 +382,9 @@ def test_a_trace_of_which_nothing_was_sampled_stands_beside_those_that_have_bran
     records = [{"messages": turns, "reward": 1} for turns in ([ask, say], [ask], [ask, say])]
     found = tracegrad.align(tracegrad.read(records), model, text_only=True)
     assert (found.traces, found.trace.tolist(), np.diff(found.cu_seqlens).argmin()) == (3, [0, 1, 2], 1)
-    [step] = pack(found, [1.0, 0.5, -1.0], token_budget=512)
+    [step] = pack(found, [1.0, 0.5, -1.0], tokens_per_row=512)
     neighbours = tracegrad.align(tracegrad.read([records[0], records[2]]), model, text_only=True)
-    [alone] = pack(neighbours, [1.0, -1.0], token_budget=512)
+    [alone] = pack(neighbours, [1.0, -1.0], tokens_per_row=512)
     assert set(step.trace.tolist()) == {0, 2}
     assert step.totals.terms == alone.totals.terms > 0
     assert step.advantages.tolist() == alone.advantages.tolist()

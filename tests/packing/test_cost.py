@@ -46,7 +46,7 @@ def test_flop_of_a_shape_by_hand():
 def test_the_predicted_gain_of_a_group(prompt, response, size, large, small):
     s = groups(prompt, response, size)
     for shape, expected in ((QWEN3_4B, large), (QWEN3_06B, small)):
-        [step] = pack(s, np.ones(size), token_budget=1 << 20, share_prefixes=True, shape=shape)
+        [step] = pack(s, np.ones(size), tokens_per_row=1 << 20, share_prefixes=True, shape=shape)
         assert step.sharing.flop_ratio == pytest.approx(expected, abs=0.006)
         assert step.sharing.tree_tokens == prompt + size * response
         assert len(step.batches[0].ids) == step.sharing.tree_tokens
@@ -72,14 +72,14 @@ def test_ranks_are_balanced_by_cost_and_say_how_evenly():
     trainable[cu[:-1]] = False
     ids = rng.integers(0, 1000, cu[-1])
     s = Sequences.from_arrays(ids, cu, np.full(cu[-1], -1.0), trainable)
-    steps = [pack(s, np.ones(200), token_budget=1 << 14, ranks=4, rank=rank)[0] for rank in range(4)]
+    steps = [pack(s, np.ones(200), tokens_per_row=1 << 14, ranks=4, rank=rank)[0] for rank in range(4)]
     flop = QWEN3_4B.token_flop * lengths + QWEN3_4B.pair_flop * lengths * (lengths + 1) / 2
     flop += QWEN3_4B.term_flop * (lengths - 1)
     for rank, step in enumerate(steps):
         assert step.load[rank] == pytest.approx(flop[np.unique(step.trace)].sum())
         assert step.imbalance == pytest.approx(step.load.max() / step.load.mean())
     assert 1.0 <= steps[0].imbalance < 1.01
-    assert pack(s, np.ones(200), token_budget=1 << 14)[0].imbalance == 1.0
+    assert pack(s, np.ones(200), tokens_per_row=1 << 14)[0].imbalance == 1.0
 
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 1.5])
@@ -91,7 +91,7 @@ def test_eight_ranks_are_within_five_percent_on_lognormal_lengths(sigma):
     trainable[cu[:-1]] = False
     group = np.repeat(np.arange(64), 8)
     s = Sequences.from_arrays(np.zeros(cu[-1], int), cu, np.full(cu[-1], -1.0), trainable, group=group)
-    ranks = [pack(s, np.ones(512), token_budget=8192, step_groups=16, ranks=8, rank=rank) for rank in range(8)]
+    ranks = [pack(s, np.ones(512), tokens_per_row=8192, groups_per_step=16, ranks=8, rank=rank) for rank in range(8)]
     flop = QWEN3_4B.token_flop * lengths + QWEN3_4B.pair_flop * lengths * (lengths + 1) / 2
     flop += QWEN3_4B.term_flop * (lengths - 1)
     for steps in zip(*ranks, strict=True):
@@ -109,6 +109,6 @@ def test_a_group_stays_on_one_rank_where_it_is_shared():
     trainable = np.concatenate([part.trainable for part in parts])
     cu = np.arange(33) * 220
     s = Sequences.from_arrays(ids, cu, np.full(len(ids), -1.0), trainable, group=np.repeat(np.arange(4), 8))
-    steps = [pack(s, np.ones(32), token_budget=1000, ranks=2, rank=rank, share_prefixes=True)[0] for rank in range(2)]
+    steps = [pack(s, np.ones(32), tokens_per_row=1000, ranks=2, rank=rank, share_prefixes=True)[0] for rank in range(2)]
     assert [sorted(set(step.group.tolist())) for step in steps] in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
     assert steps[0].sharing.tree_tokens == 4 * (200 + 8 * 20)

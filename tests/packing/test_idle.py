@@ -56,40 +56,42 @@ def some_without_advantage():
 
 
 def packed(case, objective, **more):
-    return pack(case.sequences, case.advantages, per="trace", token_budget=128, needs=objective.needs, **more)
+    return pack(
+        case.sequences, case.advantages, per="trace", tokens_per_row=128, requirements=objective.requirements, **more
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_has_the_same_gradient_without_what_cannot_matter(model, case, name):
     objective = getattr(presets, name)
-    if objective.per_microbatch:
-        needs = objective.needs
-        assert all((needs.zero_advantage, needs.dropped, needs.weightless))
+    if objective.microbatch_components:
+        needs = objective.requirements
+        assert all((needs.zero_advantage_reason, needs.dropped_reason, needs.zero_weight_reason))
         return
     whole = packed(case, objective)
     theirs = gradient(model, case, whole, objective)
     assert theirs.norm() > 0
     assert apart(gradient(model, case, whole, objective, skip=True), theirs) <= 1e-12
-    if objective.needs.zero_advantage:
+    if objective.requirements.zero_advantage_reason:
         with pytest.raises(ArgumentError, match=r"TG-PACK-013.*skip_zero_advantage=False"):
             packed(case, objective, skip_zero_advantage=True)
         return
     fewer = packed(case, objective, skip_zero_advantage=True)
-    assert fewer[0].skipped == SkippedTraces(traces=2, terms=int(np.isin(whole[0].trace, (2, 6)).sum()))
-    assert len(fewer[0]) == len(whole[0]) - fewer[0].skipped.terms
+    assert fewer[0].skipped == SkippedTraces(traces=2, tokens=int(np.isin(whole[0].trace, (2, 6)).sum()))
+    assert len(fewer[0]) == len(whole[0]) - fewer[0].skipped.tokens
     assert apart(gradient(model, case, fewer, objective), theirs) <= 1e-12
 
 
 def test_most_of_grpo_can_be_left_out_and_what_needs_a_trace_says_so():
-    assert not presets.GRPO.needs.zero_advantage
-    assert not presets.GRPO.needs.dropped
-    assert not presets.GRPO.needs.weightless
-    assert not presets.GSPO.needs.zero_advantage
-    assert "over the trace" in presets.GSPO.needs.dropped
-    assert "penalty" in with_kl(presets.GRPO, 0.1).needs.zero_advantage
-    assert "penalty" in with_kl(presets.GRPO, 0.1).needs.dropped
-    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).needs.zero_advantage
-    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).needs.dropped
+    assert not presets.GRPO.requirements.zero_advantage_reason
+    assert not presets.GRPO.requirements.dropped_reason
+    assert not presets.GRPO.requirements.zero_weight_reason
+    assert not presets.GSPO.requirements.zero_advantage_reason
+    assert "of the trace" in presets.GSPO.requirements.dropped_reason
+    assert "penalty" in with_kl(presets.GRPO, 0.1).requirements.zero_advantage_reason
+    assert "penalty" in with_kl(presets.GRPO, 0.1).requirements.dropped_reason
+    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).requirements.zero_advantage_reason
+    assert "entropy bonus" in with_entropy(presets.GRPO, 0.1).requirements.dropped_reason
 
 
 def test_skipped_traces_stay_in_totals_and_counts():
@@ -117,16 +119,16 @@ def test_head_rows_that_no_term_is_left_of_go_and_others_keep_their_terms():
     [step] = packed(case, presets.GRPO, share_prefixes=True)
     [batch] = step.batches
     alone = np.isin(step.trace[batch.term], [1])
-    fewer = batch.without(~alone)
+    fewer = batch.drop_tokens(~alone)
     assert np.array_equal(fewer.ids, batch.ids)
     assert step.trace[fewer.term].tolist() == [1] * len(fewer.term)
-    assert np.array_equal(fewer.target[fewer.row], case.sequences.ids[step.origin[fewer.term]])
+    assert np.array_equal(fewer.target[fewer.logit_row], case.sequences.ids[step.origin[fewer.term]])
     assert len(fewer.read) == len(fewer.term) < len(batch.read)
-    assert len(batch.without(np.ones(len(batch.term), bool)).read) == 0
+    assert len(batch.drop_tokens(np.ones(len(batch.term), bool)).read) == 0
     with pytest.raises(ArgumentError, match="TG-PACK-002"):
-        batch.without(np.zeros(1, bool))
+        batch.drop_tokens(np.zeros(1, bool))
     with pytest.raises(ArgumentError, match="TG-PACK-001"):
-        batch.to("cpu").without(alone)
+        batch.to("cpu").drop_tokens(alone)
 
 
 def test_idle_terms_are_those_dropped_and_those_without_weight_or_advantage():
@@ -135,17 +137,17 @@ def test_idle_terms_are_those_dropped_and_those_without_weight_or_advantage():
     some = np.arange(len(step))
     corrected = Correction((some != 3).astype(np.float32), some != 5, np.ones(len(step), np.float32), {}, {})
     expected = (some == 3) | (some == 5) | (step.advantages == 0)
-    assert np.array_equal(step.idle(presets.GRPO.needs, corrected), expected)
-    assert not step.idle(presets.GSPO.needs, corrected).any()
-    gated = Objective(PolicyGradient(), penalties=(replace(with_kl(presets.GRPO, 0.1).penalties[0], gated=True),))
-    assert np.array_equal(step.idle(gated.needs, corrected), some == 5)
+    assert np.array_equal(step.tokens_without_gradient(presets.GRPO.requirements, corrected), expected)
+    assert not step.tokens_without_gradient(presets.GSPO.requirements, corrected).any()
+    gated = Objective(PolicyGradient(), penalties=(replace(with_kl(presets.GRPO, 0.1).penalties[0], masked=True),))
+    assert np.array_equal(step.tokens_without_gradient(gated.requirements, corrected), some == 5)
 
 
 def test_logprobs_of_terms_in_no_batch_stay_unknown():
     case = forked(1, more=0)
     [step] = packed(case, presets.GRPO)
-    idle = step.idle(presets.GRPO.needs, correct_step(case.ready(step), presets.GRPO, "mask"))
-    fewer = replace(step, batches=tuple(batch.without(idle[batch.term]) for batch in step.batches))
+    idle = step.tokens_without_gradient(presets.GRPO.requirements, correct_step(case.ready(step), presets.GRPO, "mask"))
+    fewer = replace(step, batches=tuple(batch.drop_tokens(idle[batch.term]) for batch in step.batches))
     old = fewer.with_logprobs(old=[np.zeros(len(batch.term), np.float32) for batch in fewer.batches]).old_logprobs
     assert np.array_equal(np.isnan(old), idle)
     assert idle.any()
@@ -153,5 +155,5 @@ def test_logprobs_of_terms_in_no_batch_stay_unknown():
 
 def test_skipping_asks_what_the_objective_looks_at():
     case = forked()
-    with pytest.raises(ArgumentError, match=r"TG-PACK-013.*needs=objective\.needs"):
-        pack(case.sequences, case.advantages, per="trace", token_budget=128, skip_zero_advantage=True)
+    with pytest.raises(ArgumentError, match=r"TG-PACK-013.*requirements=objective\.requirements"):
+        pack(case.sequences, case.advantages, per="trace", tokens_per_row=128, skip_zero_advantage=True)

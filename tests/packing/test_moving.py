@@ -16,7 +16,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 def batches():
     s = Sequences.from_arrays(np.arange(60), np.arange(0, 61, 6), np.full(60, -1.0), np.arange(60) % 6 > 2)
-    return pack(s, np.ones(10), token_budget=12)[0].batches
+    return pack(s, np.ones(10), tokens_per_row=12)[0].batches
 
 
 @pytest.mark.parametrize("device", DEVICES)

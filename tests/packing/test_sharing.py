@@ -36,7 +36,7 @@ OBJECTIVES = {
     "turn": Objective(
         Importance(Aggregation("turn", "mean")),
         Ratio("theta", "old"),
-        (Weight(Ratio("old", "rollout"), shape=Truncate(0, 2)),),
+        (Weight(Ratio("old", "rollout"), transform=Truncate(0, 2)),),
     ),
     "trace": presets.GSPO,
     "trace, geometric": presets.GMPO,
@@ -47,7 +47,7 @@ OBJECTIVES = {
         presets.GRPO.surrogate,
         presets.GRPO.ratio,
         penalties=with_kl(presets.GRPO, 0.1).penalties,
-        entropy=EntropyBonus(0.05, gated=False, reduce=Reduce("trace", "mean")),
+        entropy=EntropyBonus(0.05, masked=False, reduce=Reduce("trace", "mean")),
     ),
 }
 
@@ -57,7 +57,9 @@ def model_of(dtype, **changes):
 
 
 def packs(case, objective, budget, **more):
-    return pack(case.sequences, case.advantages, per="trace", token_budget=budget, needs=objective.needs, **more)
+    return pack(
+        case.sequences, case.advantages, per="trace", tokens_per_row=budget, requirements=objective.requirements, **more
+    )
 
 
 # --- the gradient ---
@@ -93,8 +95,8 @@ def test_the_law_is_not_held_on_a_gradient_of_zero(name):
 @pytest.mark.parametrize("name", ["token", "trace", "bonus"])
 def test_two_steps_in_a_row_have_the_gradients_of_two_plain_ones(name):
     objective, model, case = OBJECTIVES[name], model_of(torch.float64), forked(7)
-    plain = packs(case, objective, 100, step_groups=1)
-    shared = packs(case, objective, 100, step_groups=1, share_prefixes=True)
+    plain = packs(case, objective, 100, groups_per_step=1)
+    shared = packs(case, objective, 100, groups_per_step=1, share_prefixes=True)
     assert len(plain) == len(shared) == 2
     for one, other in zip(plain, shared, strict=True):
         theirs = gradient(model, case, [one], objective)
@@ -166,8 +168,8 @@ def overlapping(draw):
 @settings(max_examples=80, deadline=None)
 @given(overlapping(), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.sampled_from([1, 8]))
 def test_a_shared_row_holds_every_term_once_and_no_head_row_twice(s, ranks, groups, whole, multiple):
-    needs = presets.GSPO.needs if whole else presets.GRPO.needs
-    common = {"token_budget": 400 if whole else 30, "step_groups": groups, "ranks": ranks, "needs": needs}
+    needs = presets.GSPO.requirements if whole else presets.GRPO.requirements
+    common = {"tokens_per_row": 400 if whole else 30, "groups_per_step": groups, "ranks": ranks, "requirements": needs}
     seen = []
     for rank in range(ranks):
         options = {**common, "rank": rank, "share_prefixes": True, "pad_to_multiple_of": multiple}
@@ -176,7 +178,7 @@ def test_a_shared_row_holds_every_term_once_and_no_head_row_twice(s, ranks, grou
             assert sorted(np.concatenate([batch.term for batch in step.batches])) == list(range(len(step)))
             for batch in step.batches:
                 check_row(s, step, batch)
-                assert len(batch.ids) <= -(-common["token_budget"] // multiple) * multiple
+                assert len(batch.ids) <= -(-common["tokens_per_row"] // multiple) * multiple
             if whole:
                 homes = [set(step.trace[batch.term].tolist()) for batch in step.batches]
                 assert sum(map(len, homes)) == len(set().union(*homes))
@@ -187,12 +189,12 @@ def check_row(s, step, batch):
     origin, branch = step.origin[batch.term], step.branch[batch.term]
     heads = np.stack([batch.read, batch.target, batch.inv_temperature.view(np.int32)])
     assert len(np.unique(heads, axis=1).T) == len(batch.read) or not step.sharing.shared
-    assert sorted(set(batch.row.tolist())) == list(range(len(batch.read)))
-    assert np.array_equal(batch.target[batch.row], s.ids[origin])
-    assert np.array_equal(batch.inv_temperature[batch.row], s.inv_temperature[origin])
+    assert sorted(set(batch.logit_row.tolist())) == list(range(len(batch.read)))
+    assert np.array_equal(batch.target[batch.logit_row], s.ids[origin])
+    assert np.array_equal(batch.inv_temperature[batch.logit_row], s.inv_temperature[origin])
     index = np.arange(len(batch.ids))
     visible = (index[None, :] <= index[:, None]) & (index[:, None] < batch.tree_end[None, :])
-    for read, n, token in zip(batch.read[batch.row], branch, origin, strict=True):
+    for read, n, token in zip(batch.read[batch.logit_row], branch, origin, strict=True):
         context = s.ids[s.cu_seqlens[n] : token]  # all that stands before the term in its branch, and nothing else
         assert batch.ids[visible[read]].tolist() == context.tolist()
         assert batch.positions[visible[read]].tolist() == list(range(len(context)))
@@ -203,10 +205,10 @@ def test_a_token_that_two_traces_sampled_is_one_head_row_with_the_numbers_of_bot
     ids, trainable = [4, 5, 6, 4, 5, 6], [False, True, True, False, True, True]
     logprobs = [np.nan, -0.1, -0.2, np.nan, -0.3, np.nan]
     s = Sequences.from_arrays(ids, [0, 3, 6], logprobs, trainable, group=[0, 0])
-    [step] = pack(s, [1.0, -1.0], token_budget=8, share_prefixes=True)
+    [step] = pack(s, [1.0, -1.0], tokens_per_row=8, share_prefixes=True)
     [row] = step.batches
     assert (row.ids.tolist(), row.tree_end.tolist()) == ([4, 5, 6], [3, 3, 3])
-    assert (row.read.tolist(), row.target.tolist(), row.row.tolist()) == ([0, 1], [5, 6], [0, 1, 0, 1])
+    assert (row.read.tolist(), row.target.tolist(), row.logit_row.tolist()) == ([0, 1], [5, 6], [0, 1, 0, 1])
     assert step.advantages[row.term].tolist() == [1.0, 1.0, -1.0, -1.0]
     np.testing.assert_allclose(step.rollout_logprobs[row.term], np.float32(logprobs)[[1, 2, 4, 5]])
 
@@ -225,25 +227,25 @@ def test_a_trace_that_must_lie_in_one_row_is_measured_as_a_tree():
     # Branches of 6 and 6 that share 4: 8 tokens as a tree, 12 side by side.
     ids = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 7, 8]
     s = Sequences.from_arrays(ids, [0, 6, 12], np.full(12, -1.0), np.arange(12) % 6 > 3, trace=[0, 0])
-    needs = presets.GSPO.needs
-    [step] = pack(s, [1.0], token_budget=8, needs=needs, share_prefixes=True)
+    needs = presets.GSPO.requirements
+    [step] = pack(s, [1.0], tokens_per_row=8, requirements=needs, share_prefixes=True)
     assert len(step.batches[0].ids) == 8
     assert step.sharing.needed
     with pytest.raises(ArgumentError, match=r"TG-PACK-517.*12"):
-        pack(s, [1.0], token_budget=8, needs=needs)
+        pack(s, [1.0], tokens_per_row=8, requirements=needs)
     with pytest.raises(ArgumentError, match=r"TG-PACK-517.*8"):
-        pack(s, [1.0], token_budget=7, needs=needs, share_prefixes=True)
+        pack(s, [1.0], tokens_per_row=7, requirements=needs, share_prefixes=True)
     with pytest.raises(ArgumentError, match="TG-PACK-515"):
-        pack(s, [1.0], token_budget=7, needs=needs, share_prefixes=True, too_long="truncate")
+        pack(s, [1.0], tokens_per_row=7, requirements=needs, share_prefixes=True, too_long="truncate")
 
 
 def test_a_step_that_gains_little_stays_plain_and_says_what_it_would_have_gained():
     # Two branches of 100 tokens that share one: 199 of 200 tokens.
     ids = np.r_[0, np.arange(1, 100), 0, np.arange(101, 200)]
     s = Sequences.from_arrays(ids, [0, 100, 200], np.full(200, -1.0), np.arange(200) % 100 > 50)
-    [step] = pack(s, [1.0, -1.0], token_budget=200, share_prefixes=True)
+    [step] = pack(s, [1.0, -1.0], tokens_per_row=200, share_prefixes=True)
     assert (step.sharing.shared, step.sharing.tokens, step.sharing.tree_tokens) == (False, 200, 199)
     assert 1.0 < step.sharing.flop_ratio < 1.01
     assert str(step.sharing).startswith("prefixes not shared, too little to gain: 199 of 200 tokens, predicted FLOP ")
     assert len(step.batches[0].ids) == 200
-    assert pack(s, [1.0, -1.0], token_budget=200)[0].sharing is None
+    assert pack(s, [1.0, -1.0], tokens_per_row=200)[0].sharing is None

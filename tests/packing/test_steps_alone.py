@@ -24,13 +24,13 @@ def test_a_step_packed_alone_is_that_of_packing_all(found, data):
     objective = presets.GSPO if whole_traces else presets.DAPO
     ranks = draw(st.sampled_from([1, 2, 4]))
     how = {
-        "token_budget": draw(st.sampled_from([12, 16, 40])),
+        "tokens_per_row": draw(st.sampled_from([12, 16, 40])),
         "ranks": ranks,
         "rank": draw(st.integers(0, ranks - 1)),
-        "needs": objective.needs,
+        "requirements": objective.requirements,
         "too_long": draw(st.sampled_from(["drop"] if whole_traces else ["drop", "truncate"])),
         "share_prefixes": draw(st.booleans()),
-        "skip_zero_advantage": draw(st.booleans()) and not objective.needs.zero_advantage,
+        "skip_zero_advantage": draw(st.booleans()) and not objective.requirements.zero_advantage_reason,
         "pad_to_multiple_of": draw(st.sampled_from([1, 8])),
     }
     rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
@@ -38,21 +38,25 @@ def test_a_step_packed_alone_is_that_of_packing_all(found, data):
     counted = rng.random(found.traces) < draw(st.sampled_from([0.0, 0.5]))
     owner = np.repeat(found.trace, np.diff(found.cu_seqlens))
     found = replace(found, trainable=found.trainable & ~counted[owner])
-    step_groups, seed = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([None, 5]))
-    measured = {name: how[name] for name in ("token_budget", "share_prefixes", "too_long")}
+    groups_per_step, seed = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([None, 5]))
+    measured = {name: how[name] for name in ("tokens_per_row", "share_prefixes", "too_long")}
     terms = measure(found, whole_traces=whole_traces, **measured)
     if not ((terms > 0) | counted).any():
         with pytest.raises(ArgumentError, match="no token can be trained"):
-            pack(found, advantages, per="trace", counted=counted, step_groups=step_groups, seed=seed, **how)
+            pack(
+                found, advantages, per="trace", count_always=counted, groups_per_step=groups_per_step, seed=seed, **how
+            )
         return
-    every = pack(found, advantages, per="trace", counted=counted, step_groups=step_groups, seed=seed, **how)
-    step = steps_of(found.group, (terms > 0) | counted, step_groups, seed)
+    every = pack(
+        found, advantages, per="trace", count_always=counted, groups_per_step=groups_per_step, seed=seed, **how
+    )
+    step = steps_of(found.group, (terms > 0) | counted, groups_per_step, seed)
     assert int(step.max()) + 1 == len(every)
     catalog = InMemoryDataset(found).catalog
     for number, wanted in enumerate(every):
         rows = np.flatnonzero((step == number) | ((step < 0) & (number == 0)))
         own = select(found, rows)
-        [alone] = pack(own, advantages[rows], per="trace", counted=counted[rows], **how)
+        [alone] = pack(own, advantages[rows], per="trace", count_always=counted[rows], **how)
         moved = {name: np.asarray(getattr(alone, name), np.int64) for name in ("trace", *GLOBAL)}
         for name, first in GLOBAL.items():
             here = InMemoryDataset(own).catalog

@@ -58,7 +58,7 @@ def merged(data, measure):
         measure(Rows.padded(data.mask[here]), lambda x, here=here: np.asarray(x[here][data.mask[here]]))
         for here in parts
     ]
-    return sum(found[1:], start=found[0]).named()
+    return sum(found[1:], start=found[0]).values()
 
 
 def compare(close, fired, subject, ours, theirs, rtol=1e-6):

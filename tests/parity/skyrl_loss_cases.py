@@ -39,23 +39,23 @@ def surrogate_of(loss: str, terms: int) -> dict:
     """
     dppo = {"surrogate": Importance(), "ratio": DIRECT}
     tv, kl = (tuple(Rejection(DIRECT, stat, **side) for side in (ABOVE, BELOW)) for stat in ("dprob", "binary_kl"))
-    cov = Penalty(OLD, "abs", 1.0 * terms, gated=True, weighted=False, where=TopCovariance(0.2, "microbatch"))
+    cov = Penalty(OLD, "abs", 1.0 * terms, masked=True, weighted=False, where=TopCovariance(0.2, "microbatch"))
     return {
         "regular": {"surrogate": Clip(0.2, 0.28), "ratio": OLD},
         "dual_clip": {"surrogate": Clip(0.2, 0.28, dual=3.0), "ratio": OLD},
         "gspo": {"surrogate": Clip(0.2, 0.28, level=Aggregation("trace", "mean", "token")), "ratio": OLD},
-        "cispo": {"surrogate": PolicyGradient(), "weights": (Weight(OLD, shape=Truncate(0.0, 5.0)),)},
+        "cispo": {"surrogate": PolicyGradient(), "weights": (Weight(OLD, transform=Truncate(0.0, 5.0)),)},
         "rollout_is": {
             "surrogate": PolicyGradient(),
-            "weights": (Weight(DIRECT, shape=MaskOutside(0.8, 1.28, strict=True)),),
+            "weights": (Weight(DIRECT, transform=MaskOutside(0.8, 1.28, strict=True)),),
         },
-        "dppo_tv": dppo | {"gates": tv},
-        "dppo_kl": dppo | {"gates": kl},
+        "dppo_tv": dppo | {"rejections": tv},
+        "dppo_kl": dppo | {"rejections": kl},
         "sapo": {"surrogate": Sigmoid(1.0, 1.05), "ratio": OLD},
         "clip_cov": {
             "surrogate": Clip(0.2, 0.28),
             "ratio": OLD,
-            "gates": (DropCovariance(0.1, 1e-3 * terms, 0.03 * terms, "microbatch"),),
+            "rejections": (DropCovariance(0.1, 1e-3 * terms, 0.03 * terms, "microbatch"),),
         },
         "kl_cov": {"surrogate": Importance(), "ratio": OLD, "penalties": (cov,)},
         "importance_sampling": {"surrogate": Importance(), "ratio": OLD},
@@ -66,7 +66,7 @@ def surrogate_of(loss: str, terms: int) -> dict:
 def objective_of(loss: str, correction: Correction, reduction: str, terms: int = 1) -> Objective:
     told = surrogate_of(loss, terms)
     told["weights"] = correction.weights + told.get("weights", ())
-    told["gates"] = correction.gates + told.get("gates", ())
+    told["rejections"] = correction.rejections + told.get("rejections", ())
     return Objective(**{"reduce": REDUCTIONS[reduction]} | told)
 
 

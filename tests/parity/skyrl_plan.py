@@ -51,7 +51,7 @@ class Correction(NamedTuple):
         return SimpleNamespace(**(OFF | chosen | tokens))
 
     @property
-    def gates(self) -> tuple[Rejection, ...]:
+    def rejections(self) -> tuple[Rejection, ...]:
         """Ours, in SkyRL's order: outliers, tokens, then the row, of what those have left."""
         gates = []
         if self.low or self.high:
@@ -68,7 +68,7 @@ class Correction(NamedTuple):
     def weights(self) -> tuple[Weight, ...]:
         """Ours."""
         sequence = Weight(MISMATCH, Aggregation("trace", "sum", terms="kept"), Truncate(0.0, 1.2))
-        return {None: (), "token": (Weight(MISMATCH, shape=Truncate(0.0, 2.0)),), "sequence": (sequence,)}[self.tis]
+        return {None: (), "token": (Weight(MISMATCH, transform=Truncate(0.0, 2.0)),), "sequence": (sequence,)}[self.tis]
 
 
 REDUCTIONS = {

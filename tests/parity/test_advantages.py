@@ -102,7 +102,9 @@ def test_the_cases_hold_every_branch():
 @ALL
 @pytest.mark.parametrize("by_std", [True, False])
 def test_verl_grpo(close, case, by_std):
-    ours = adv.group_mean(case.rewards, case.groups, singleton="keep", **({"scale": "std"} | VERL if by_std else {}))
+    ours = adv.group_mean(
+        case.rewards, case.groups, single_sample_group="keep", **({"scale": "std"} | VERL if by_std else {})
+    )
     call = (case.outcome, case.mask, case.groups, 1e-6, by_std)
     theirs, _ = core_algos.compute_grpo_outcome_advantage(*call)
     close("verl grpo", case.spread(ours), case.terms(theirs))
@@ -136,11 +138,11 @@ def test_verl_gdpo(close, case, weights):
     theirs, _ = core_algos.compute_gdpo_outcome_advantage(
         case.outcome, case.mask, case.groups, config=options, non_tensor_batch=names, batch=batch
     )
-    each = adv.normalize_then_sum(table, case.groups, weights=weights, singleton="keep", **VERL)
+    each = adv.normalize_then_sum(table, case.groups, weights=weights, single_sample_group="keep", **VERL)
     # three float32 numbers that nearly cancel
     close("verl gdpo (float32)", adv.whiten(case.spread(each), **WHITEN), case.terms(theirs), 5e-5)
     theirs, _ = core_algos.compute_gdpo_outcome_advantage(case.outcome, case.mask, case.groups)
-    each = adv.normalize_then_sum(case.rewards[:, None], case.groups, singleton="keep", **VERL)
+    each = adv.normalize_then_sum(case.rewards[:, None], case.groups, single_sample_group="keep", **VERL)
     close("verl gdpo of one reward", adv.whiten(case.spread(each), **WHITEN), case.terms(theirs))
 
 
@@ -150,27 +152,27 @@ def test_verl_outcome_estimators(close, case):
     terms = case.mask.sum(1).numpy()
     close(
         "verl rloo",
-        case.spread(adv.rloo(case.rewards, case.groups, singleton="keep")),
+        case.spread(adv.rloo(case.rewards, case.groups, single_sample_group="keep")),
         case.terms(core_algos.compute_rloo_outcome_advantage(*call)[0]),
     )
     close(
         "verl rloo_vectorized",
-        case.spread(adv.rloo(case.rewards, case.groups, singleton="zero")),
+        case.spread(adv.rloo(case.rewards, case.groups, single_sample_group="zero")),
         case.terms(core_algos.compute_rloo_vectorized_outcome_advantage(*call)[0]),
     )
     close(
         "verl opo",
-        case.spread(adv.opo(case.rewards, terms, case.groups, singleton="keep")),
+        case.spread(adv.opo(case.rewards, terms, case.groups, single_sample_group="keep")),
         case.terms(core_algos.compute_opo_outcome_advantage(*call)[0]),
     )
     close(
         "verl gpg",
-        case.spread(adv.gpg(case.rewards, case.groups, nonzero="rewards", singleton="keep")),
+        case.spread(adv.gpg(case.rewards, case.groups, nonzero="rewards", single_sample_group="keep")),
         case.terms(core_algos.compute_gpg_outcome_advantage(*call)[0]),
     )
     close(
         "verl reinforce_plus_plus_baseline",
-        adv.reinforce_plus_plus_baseline(case.rewards, case.groups, case.trace, singleton="keep"),
+        adv.reinforce_plus_plus_baseline(case.rewards, case.groups, case.trace, single_sample_group="keep"),
         case.terms(core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(*call)[0]),
     )
 
@@ -214,7 +216,13 @@ def test_verl_optimal_token_baselines(close, case, kind, weighted, tail):
 
     def compare(subject, function, position):
         ours = adv.optimal_token_baseline(
-            case.terms(given), case.groups, case.trace, tail=tail, position=position, singleton="keep", **per_term
+            case.terms(given),
+            case.groups,
+            case.trace,
+            tail=tail,
+            position=position,
+            single_sample_group="keep",
+            **per_term,
         )
         theirs = case.terms(function(*call, handle_zero_tail=tail == "keep")[0])
         # Where one reward stands for all, and at lone steps, verl leaves 1e-8 / W of the return; ours are exactly 0.
@@ -234,12 +242,12 @@ def test_skyrl_outcome_estimators(close, case):
         options = {"scale": "std"} | VERL if by_std else {}
         close(
             "SkyRL grpo",
-            case.spread(adv.group_mean(case.rewards, case.groups, singleton="keep", **options)),
+            case.spread(adv.group_mean(case.rewards, case.groups, single_sample_group="keep", **options)),
             case.terms(theirs),
         )
     close(
         "SkyRL rloo",
-        case.spread(adv.rloo(case.rewards, case.groups, singleton="zero")),
+        case.spread(adv.rloo(case.rewards, case.groups, single_sample_group="zero")),
         case.terms(skyrl.compute_rloo_outcome_advantage(*call)[0]),
     )
 
@@ -247,7 +255,7 @@ def test_skyrl_outcome_estimators(close, case):
 @ALL
 def test_skyrl_max_rl_where_the_mean_is_above_zero(close, case):
     theirs = case.terms(skyrl.compute_maxrl_advantage(case.outcome, case.mask, case.groups)[0])
-    ours = case.spread(adv.max_rl(case.rewards, case.groups, eps=1e-6, singleton="keep"))
+    ours = case.spread(adv.max_rl(case.rewards, case.groups, eps=1e-6, single_sample_group="keep"))
     means = np.array([case.rewards[case.groups == group].mean() for group in case.groups])
     alone = np.array([(case.groups == group).sum() == 1 for group in case.groups])
     positive = case.spread((means > 0) | alone)
@@ -340,7 +348,7 @@ def test_trl_sum_then_normalize(close, seed, weights, scale):
     assert (counts.singletons, counts.equal) == (1, 1)
     assert counts.unscorable >= 8
     options = {} if scale == "none" else {"scale": {"group": "std", "batch": "batch_std"}[scale], "ddof": 1}
-    ours = adv.group_mean(rewards, groups, singleton="zero", **options)
+    ours = adv.group_mean(rewards, groups, single_sample_group="zero", **options)
     close(f"TRL sum_then_normalize, {scale}", ours, theirs)
 
 
@@ -351,14 +359,14 @@ def test_trl_normalize_then_sum(close, seed, weights):
     theirs = trl_advantages(
         torch.tensor(table), 8, "group", "normalize_then_sum", torch.tensor(weights, dtype=torch.float64)
     )
-    each = adv.normalize_then_sum(table, groups, weights=weights, ddof=1, singleton="zero")
+    each = adv.normalize_then_sum(table, groups, weights=weights, ddof=1, single_sample_group="zero")
     close("TRL normalize_then_sum", adv.whiten(each, ddof=1, eps=1e-4, eps_in="deviation"), theirs)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_trl_rloo_and_a2po(close, seed):
     rewards, groups = trl_table(seed)[:, 0], np.arange(48) // 8
-    ours = adv.rloo(rewards, groups, singleton="zero")
+    ours = adv.rloo(rewards, groups, single_sample_group="zero")
     assert np.isnan(rewards).any()
     close("TRL rloo", ours, trl_rloo(torch.tensor(rewards), 8, normalize=False))
     # TRL leaves a group of one outside its normalisation too
@@ -392,5 +400,5 @@ def test_art_groups(close, scale, seed, monkeypatch):
     options = {"shuffle_group_trajectories": False, "drop_zero_advantage_trajectories": False}
     list(tokenize.tokenize_trajectory_groups(None, rows, True, scale, **options))
     options = {"scale": "std", "ddof": 0, "eps": 1e-6} if scale else {}
-    ours = adv.group_mean(rewards, groups, singleton="zero", **options)
+    ours = adv.group_mean(rewards, groups, single_sample_group="zero", **options)
     close(f"ART, scaled {scale}", ours, seen)

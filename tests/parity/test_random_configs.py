@@ -84,7 +84,7 @@ def test_a_random_config_gives_the_peers_numbers_or_names_the_difference(name):
             assert seen["refused there"] < CONFIGS / 4, case
             continue
         found = ours(recipe.objective, given, **counted(given))
-        excused = {part for each, _ in recipe.differs for part in EXCUSED.get(each, ())}
+        excused = {part for each, _ in recipe.differences for part in EXCUSED.get(each, ())}
         wrong = {part for part, share in apart(found, wanted).items() if not share <= 1e-6}
         assert not wrong - excused, (case, apart(found, wanted))
         seen["named" if wrong else "equal"] += 1

@@ -46,8 +46,8 @@ def ids(case: dict[str, Any]) -> str:
 
 def covered(peer: Peer, names: set[str]) -> set[str]:
     """Options of a peer's own class that are neither read, nor refused, nor known to say how a run runs."""
-    known = {*peer.options, *peer.without}
-    return {name for name in names - known if not any(fnmatchcase(name, each) for each in peer.own.split())}
+    known = {*peer.options, *peer.unsupported}
+    return {name for name in names - known if not any(fnmatchcase(name, each) for each in peer.ignored.split())}
 
 
 def grpo_config(**options: Any) -> GRPOConfig:
@@ -61,7 +61,7 @@ class TestTrl:
         for name, (default, *_) in TRL.options.items():
             found = getattr(config, name)
             assert (1 if name == "steps_per_generation" else default) == getattr(found, "value", found), name
-        for name, each in TRL.without.items():
+        for name, each in TRL.unsupported.items():
             found = getattr(config, name, each.harmless[0])
             assert getattr(found, "value", found) in each.harmless, name
 
@@ -111,12 +111,12 @@ class TestVerl:
             if name not in told_by_hand:
                 same = list(default) if isinstance(default, tuple) else default
                 assert found[name] == same, name
-        with pytest.raises(ArgumentError, match=r"algorithm.adv_estimator = 'gae'"):
-            recipes.from_verl(whole).settle()
+        with pytest.raises(ArgumentError, match=r"TG-RECIPE-011.*algorithm.adv_estimator = 'gae'"):
+            recipes.from_verl(whole).resolve()
         whole["algorithm"]["adv_estimator"] = "grpo"
         recipe = recipes.from_verl(whole)
         assert recipe.objective == recipes.find("VERL_DEFAULT").objective
-        assert ("train.updates_per_old", 4) in recipe.options
+        assert ("train.updates_per_old_logprobs", 4) in recipe.options
 
     def test_its_classes_are_taken_alone(self):
         pytest.importorskip("verl")
@@ -149,7 +149,7 @@ class TestVerl:
         case = {f"{ACTOR}loss_agg_mode": mode, f"{ACTOR}use_kl_loss": True, f"{ACTOR}entropy_coeff": 0.1}
         case |= {f"{CORRECTION}rollout_rs": "seq_mean_k1", f"{CORRECTION}rollout_rs_threshold": "0.95_1.02"}
         recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
-        assert "rejected rows" in dict(recipe.differs)
+        assert "rejected rows" in dict(recipe.differences)
         found, kept = ours(recipe.objective, data), run(recipe.objective, data).corrected.keep
         share = kept.reshape(data["mask"].shape).any(1).sum() / len(kept.reshape(data["mask"].shape))
         assert 0 < share < 1
@@ -162,7 +162,7 @@ class TestVerl:
         case = {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean", f"{CORRECTION}bypass_mode": True}
         case |= {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": "0.6_1.2"}
         recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
-        assert "terms of a rejected row" in dict(recipe.differs)
+        assert "terms of a rejected row" in dict(recipe.differences)
         found = run(recipe.objective, data)
         share = (found.per_term.keep.sum(1) / data["mask"].sum(1))[:, None]
         assert (share < 1).any()
@@ -216,7 +216,7 @@ class TestArt:
 
 def test_a_dataclass_without_its_peer_is_flat_too():
     assert is_dataclass(grpo_config())
-    with pytest.raises(ArgumentError, match="options have no names"):
+    with pytest.raises(ArgumentError, match="TG-RECIPE-008"):
         flat(GRPOConfig)
 
 
@@ -240,7 +240,7 @@ def test_a_run_with_several_rewards_has_trls_advantages(close, scale, aggregatio
     )
     weights = [2.0, 0.5, -1.0]
     told = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "reward_weights": weights}
-    config, _ = recipes.from_trl(grpo_config(**told)).settle(overrides=[("data.holdout", 0.0)])
+    config, _ = recipes.from_trl(grpo_config(**told)).resolve(overrides=[("data.holdout", 0.0)])
     feed = TrainingData.of(s, presets.DAPO, config)
     given = torch.tensor(table, dtype=torch.float64), 6, scale, aggregation, torch.tensor(weights, dtype=torch.float64)
     close("TRL's advantages of several rewards, in a run", feed.advantages, trl_advantages(*given), 1e-5)

@@ -31,7 +31,7 @@ def masks(monkeypatch):
 def test_the_reference_is_mixed_as_by_the_callback(tmp_path, close, every, alpha):
     asked = {"sync_ref_model": True, "ref_model_sync_steps": every, "ref_model_mixup_alpha": alpha, "beta": 0.05}
     options = dict(recipes.from_trl(asked).options)
-    changes = {name.replace(".", "__"): options[name] for name in ("train.ref_every", "train.ref_mixup_alpha")}
+    changes = {name.replace(".", "__"): options[name] for name in ("train.ref_sync_steps", "train.ref_mixup_alpha")}
     done = watched(traces(), tmp_path, objective=with_kl(presets.DAPO, 0.05), train__epochs=2, **changes)
     Accelerator(cpu=True)  # whose state the callback looks at
     reference, policy = tiny_model(), tiny_model()

@@ -27,12 +27,12 @@ def test_what_each_batch_keeps_is_compared_as_by_verl(close, kind, scale):
     control = {"type": "adaptive", "kl_coef": 0.3, "target_kl": 0.05, "horizon": 100}
     algorithm = {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": scale, "kl_penalty": kind, "kl_ctrl": control}
     recipe = recipes.from_verl({"algorithm": {**algorithm, "use_kl_in_reward": True}})
-    chosen, _ = recipe.settle(overrides=[("data.holdout", 0), ("pack.token_budget", 1000)])
+    chosen, _ = recipe.resolve(overrides=[("data.holdout", 0), ("pack.tokens_per_row", 1000)])
     data = padded()
     sequences = recorded(data)
     feed = TrainingData.of(sequences, recipe.objective, chosen)
     steps = feed.steps(0)
-    charge = RewardKl(feed.source, feed.rewards, feed.used, chosen)
+    charge = RewardKl(feed.source, feed.rewards, feed.eligible, chosen)
     theirs = core.get_kl_controller(SimpleNamespace(**control))
     scores, mask = torch.zeros_like(data["old"]), data["mask"].double()
     scores[:, 0] = REWARDS

@@ -121,11 +121,11 @@ def test_covariances_of_scaled_advantages_are_skyrls(close, fired, reduction, se
     """With the bounds, the coefficient and the reduction that a config says, whatever the number of terms."""
     data, told = hard(seed), Reduce("constant", norm=1.0)
     where = TopCovariance(0.2, "microbatch", scaled=True)
-    added = Penalty(OLD, "abs", 1.0, gated=True, weighted=False, where=where, reduce=told)
+    added = Penalty(OLD, "abs", 1.0, masked=True, weighted=False, where=where, reduce=told)
     reduce = REDUCTIONS[reduction]
     gate = DropCovariance(0.1, 1e-3, 0.03, "microbatch", scaled=True)
     ours = {
-        "clip_cov": Objective(Clip(0.2, 0.28), OLD, gates=(gate,), reduce=reduce),
+        "clip_cov": Objective(Clip(0.2, 0.28), OLD, rejections=(gate,), reduce=reduce),
         "kl_cov": Objective(Importance(), OLD, penalties=(added,), reduce=reduce),
     }
     for loss, objective in ours.items():
@@ -184,7 +184,7 @@ def test_kl_estimators(close, fired, kind):
     theirs = ppo_utils.compute_approx_kl(logprobs, data["ref"], data["mask"].double(), kind)
     (theirs.sum() / data["mask"].sum()).backward()
     cap = 10.0 if kind == "k3" else None
-    penalty = Penalty(Ratio("theta", "ref"), kind, 1.0, gated=False, weighted=False, cap=cap)
+    penalty = Penalty(Ratio("theta", "ref"), kind, 1.0, masked=False, weighted=False, cap=cap)
     still = data | {"advantages": torch.zeros_like(data["advantages"])}
     found = run(Objective(PolicyGradient(), penalties=(penalty,)), still)
     close(f"SkyRL {kind}", found.per_term.penalty, theirs)
@@ -211,7 +211,7 @@ class TestWhereSkyrlIsUndefined:
         once, _, _ = theirs(loss, Correction(), "token_mean", data)
         twice, _, _ = theirs(loss, Correction("token"), "token_mean", data)
         assert abs(twice - once) > 1e-3
-        with pytest.raises(ArgumentError, match="does not telescope"):
+        with pytest.raises(ArgumentError, match="TG-OBJ-018"):
             objective_of(loss, Correction("token"), "token_mean")
 
     def test_one_bound_of_a_token_mask_does_nothing_there_and_is_a_gate_here(self):
@@ -221,11 +221,13 @@ class TestWhereSkyrlIsUndefined:
         _, kept, _ = correction_utils.apply_off_policy_correction(
             torch.zeros_like(data["old"]), data["old"], data["rollout"], data["mask"].double(), options
         )
-        geometric = Correction(mask="geometric").gates
+        geometric = Correction(mask="geometric").rejections
         plan = {"mask": data["mask"]}
-        without = correct(data["old"], data["rollout"], gates=geometric, **plan).keep
+        without = correct(data["old"], data["rollout"], rejections=geometric, **plan).keep
         assert torch.equal(without.double(), kept)
-        halved = correct(data["old"], data["rollout"], gates=(Rejection(MISMATCH, low=0.99), *geometric), **plan).keep
+        halved = correct(
+            data["old"], data["rollout"], rejections=(Rejection(MISMATCH, low=0.99), *geometric), **plan
+        ).keep
         assert halved.sum() < without.sum()
 
     def test_missing_logprobs_switch_its_correction_off_and_are_an_error_here(self):
@@ -236,7 +238,7 @@ class TestWhereSkyrlIsUndefined:
         )
         assert same is loss
         assert not metrics
-        with pytest.raises(ArgumentError, match="rollout is None"):
+        with pytest.raises(ArgumentError, match=r"TG-.*rollout"):
             correct(data["old"], None, mask=data["mask"], weights=Correction("token").weights)
 
     def test_its_floor_for_an_unknown_logprob_takes_the_whole_row_and_is_refused_here(self):
@@ -250,7 +252,7 @@ class TestWhereSkyrlIsUndefined:
             Correction(mask="product").options,
         )
         assert not kept[0].any()
-        with pytest.raises(ArgumentError, match="9999"):
+        with pytest.raises(ArgumentError, match=r"TG-.*9999"):
             correct(data["old"], data["rollout"], mask=data["mask"])
         data["rollout"][0, 0] = float("nan")
         found = correct(data["old"], data["rollout"], mask=data["mask"], weights=Correction("token").weights)
@@ -272,7 +274,7 @@ def test_the_preset_is_its_correction_of_pull_849(close, seed):
     found = run(presets.SKYRL_849, data)
     close("SkyRL 849", found.loss, value.detach(), 1e-5, floor=0.1)
     close("SkyRL 849", found.gradient, logprobs.grad, 1e-5, floor=1e-4)
-    assert presets.SKYRL_849.gates[1].level == MEAN
+    assert presets.SKYRL_849.rejections[1].level == MEAN
 
 
 def test_every_branch_has_fired(fired):

@@ -125,7 +125,7 @@ def test_a_missing_logprob_is_dropped_where_verl_has_nan():
 
 
 def test_what_verl_has_no_name_for_is_corrected_and_counted():
-    veto = replace(presets.VERL_DEFAULT, gates=(Rejection(MISMATCH, low=0.1, high=10.0, drops="trace"),))
+    veto = replace(presets.VERL_DEFAULT, rejections=(Rejection(MISMATCH, low=0.1, high=10.0, drops="trace"),))
     batch, metrics = in_verl.correct_batch(data_proto(), veto)
     assert not batch.batch["response_mask"][5].any()  # its outlier has the ratio e^3
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] > 0
@@ -194,10 +194,10 @@ def test_the_registered_loss_on_verls_batch_is_verls_own(close, name, mode, coun
 
 def test_verl_refuses_what_its_loss_is_not_handed():
     for objective in (presets.GRPO_DIRECT, with_kl(presets.GRPO, 0.1), presets.OPSM):
-        with pytest.raises(ArgumentError, match="verl hands a policy loss old logprobs"):
+        with pytest.raises(ArgumentError, match="TG-INTEG-029"):
             in_verl.register(objective)
     batch = data_proto()
-    with pytest.raises(ArgumentError, match="loss_agg_mode is seq-mean-token-mean"):
+    with pytest.raises(ArgumentError, match=r"TG-INTEG-003.*loss_agg_mode is seq-mean-token-mean"):
         policy_loss(presets.DAPO)(**arguments(batch, batch.batch["old_log_probs"]), loss_agg_mode="seq-mean-token-mean")
 
 

@@ -70,7 +70,7 @@ def test_the_entropy_bonus_of_selected_terms_differs_by_its_denominator(close, s
     loss, gradient, entropy_gradient = theirs(case, data)
     plain = run(Case("dapo", share=0.4).objective, data)
     left = plain.per_term.keep.sum() / data["mask"].sum()
-    bonus = EntropyBonus(0.05 / left.item(), gated=True)
+    bonus = EntropyBonus(0.05 / left.item(), masked=True)
     found = run(replace(case.objective, entropy=bonus), data)
     close("TRL entropy bonus on selected terms", found.loss, loss)
     close("TRL entropy bonus on selected terms", found.gradient, gradient)
@@ -109,7 +109,7 @@ class TestExperimental:
         close("TRL GMPO with a quantile, loss", found.loss, theirs.detach() + empty.sum() / len(data["mask"]))
         close("TRL GMPO with a quantile, gradient", found.gradient, logprobs.grad)
         assert (found.gradient[data["mask"]] == 0).any()
-        assert preset.needs.entropy
+        assert preset.requirements.entropy
         assert preset.locality == "batch"
 
     @pytest.mark.parametrize("seed", range(3))
@@ -176,7 +176,7 @@ class TestWhereTrlIsUndefined:
         ratio = trl_importance_ratio(data["old"], data["rollout"], data["mask"].long(), "sequence_truncate", clip_max=3)
         weights = (Weight(MISMATCH, PRODUCT, Truncate(0.0, 3.0)),)
         objective = Objective(Case("dapo").objective.surrogate, OLD, weights)
-        ours = run(objective, data, missing="neutral").corrected.weight
+        ours = run(objective, data, missing_logprobs="ratio_one").corrected.weight
         torch.testing.assert_close(ours[0, 1:], ratio.expand_as(ours)[0, 1:], rtol=1e-12, atol=0)
         assert ours[0, 0] == 1
         assert ratio[0] != 1
@@ -190,8 +190,8 @@ class TestWhereTrlIsUndefined:
         data["old"][0, :2] = data["logprobs"][0, :2] = torch.tensor([-0.5, -0.5])
         case = Case("dapo", mode="token_truncate", opsm=0.2)
         assert theirs(case, data)[1][0, 0] != 0
-        assert not run(case.objective, data, missing="neutral").per_term.keep.any()
-        assert run(case._replace(opsm=0.31).objective, data, missing="neutral").per_term.keep[0, :2].all()
+        assert not run(case.objective, data, missing_logprobs="ratio_one").per_term.keep.any()
+        assert run(case._replace(opsm=0.31).objective, data, missing_logprobs="ratio_one").per_term.keep[0, :2].all()
 
 
 def test_its_cispo_bound_is_the_ratio_itself_so_its_default_bounds_nothing_from_above():
@@ -203,8 +203,8 @@ def test_its_cispo_bound_is_the_ratio_itself_so_its_default_bounds_nothing_from_
     near = data["mask"] & ((data["logprobs"] - data["old"]).abs() < 0.1) & (data["advantages"] != 0)[:, None]
     ratio = (data["logprobs"] - data["old"]).exp()
     torch.testing.assert_close(logprobs.grad[near] * ratio[near], 0.2 * gradient[near], rtol=1e-10, atol=0)
-    with pytest.raises(ArgumentError, match="not distances from 1"):
-        Weight(OLD, shape=Truncate(0.0, 0.2))
+    with pytest.raises(ArgumentError, match="TG-ARGS-015"):
+        Weight(OLD, transform=Truncate(0.0, 0.2))
 
 
 @pytest.mark.parametrize("seed", range(5))

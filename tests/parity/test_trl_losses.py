@@ -128,13 +128,13 @@ def test_trl_takes_a_missing_logprob_as_neutral(close, fired, loss, mode, seed):
     lost = torch.rand(data["mask"].shape, generator=torch.Generator().manual_seed(seed)) < 0.2
     data["rollout"][lost] = float("nan")
     loss_, gradient, _ = theirs(case, data)
-    found = run(case.objective, data, rows=True, missing="neutral")
+    found = run(case.objective, data, rows=True, missing_logprobs="ratio_one")
     close("TRL with missing logprobs, loss", found.loss, loss_)
     close("TRL with missing logprobs, gradient", found.gradient, gradient)
     fired("TRL", {"NaN": lost & data["mask"]})
     penalty = run(case.objective, data | {"advantages": torch.zeros_like(data["advantages"])}, rows=True).gradient
     masked = run(case.objective, data, rows=True).gradient
-    assert torch.equal(masked[lost], penalty[lost])  # missing="mask": only the penalty is left of them
+    assert torch.equal(masked[lost], penalty[lost])  # missing_logprobs="mask": only the penalty is left of them
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -55,7 +55,7 @@ def test_what_counts_as_clipped_is_what_its_mask_counts(close, fired, kind, loss
     told = {"importance_sampling_level": level, "epsilon": 0.05, "epsilon_high": 0.2, "delta": delta}
     theirs = reported(data.theta, given(data), entropy, loss_type=loss, **told, **dict(options))
     clip = Clip(0.05, 0.2, delta=delta, level=MEAN if level == "sequence" else Aggregation())
-    per_term = evaluated(Objective(clip, Ratio("theta", "old"), gates=gates), data, entropy)
+    per_term = evaluated(Objective(clip, Ratio("theta", "old"), rejections=gates), data, entropy)
     ours = merged(
         data,
         lambda rows, part: peers.as_trl_loss(
@@ -134,7 +134,7 @@ def test_vespo(close):
         lambda_neg=2.0,
     )
     theirs = reported(data.theta, given(data), loss_type="vespo")
-    ours = peers.as_trl_loss(Rows.padded(data.mask), phi=phi[:, 0].numpy()).named()
+    ours = peers.as_trl_loss(Rows.padded(data.mask), phi=phi[:, 0].numpy()).values()
     close("TRL metrics", ours["vespo/phi_seq_mean"], theirs["vespo/phi_seq_mean"], 1e-6)
 
 
@@ -177,7 +177,7 @@ def test_sampling(close, fired, kind, mode, missing):
         inside = data.mask[here]
         return peers.as_trl_sampling(data.old[here][inside], rollout[here][inside], weight)
 
-    ours = (measure(slice(0, cut)) + measure(slice(cut, None))).named()
+    ours = (measure(slice(0, cut)) + measure(slice(cut, None))).values()
     compare(close, fired, "TRL", ours, theirs)
 
 
@@ -188,20 +188,20 @@ def test_a_loss_without_a_clip_reports_none(loss):
     flat = data.mask.numpy()
     told = {"ratio": np.ones(flat.sum()), "advantages": np.ones(flat.sum())}
     assert not [name for name in theirs if "clip" in name]
-    assert peers.as_trl_loss(Rows.padded(data.mask), loss_type=loss, **told).named() == {}
+    assert peers.as_trl_loss(Rows.padded(data.mask), loss_type=loss, **told).values() == {}
 
 
 def test_what_trl_does_not_have_is_refused():
     rows, one = Rows.of([0]), [1.0]
-    with pytest.raises(ArgumentError, match=r"loss_type is 'ppo'.*'grpo'"):
+    with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*loss_type is 'ppo'.*'grpo'"):
         peers.as_trl_loss(rows, loss_type="ppo")
-    with pytest.raises(ArgumentError, match="either ratio or clipped"):
+    with pytest.raises(ArgumentError, match="TG-INTEG-009"):
         peers.as_trl_loss(rows, ratio=one, clipped=[True], advantages=one)
-    with pytest.raises(ArgumentError, match="needs advantages"):
+    with pytest.raises(ArgumentError, match="TG-INTEG-009"):
         peers.as_trl_loss(rows, ratio=one)
-    with pytest.raises(ArgumentError, match=r"scale_rewards is 'groups'.*'batch'"):
+    with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*scale_rewards is 'groups'.*'batch'"):
         peers.as_trl_rewards([one], [0], names=["a"], scale_rewards="groups")
-    with pytest.raises(ArgumentError, match="aggregation is 'gdpo'"):
+    with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*'gdpo'"):
         peers.as_trl_rewards([one], [0], names=["a"], aggregation="gdpo")
 
 
@@ -258,7 +258,7 @@ def test_rewards(close, fired, kind, scale, aggregation):
     told = {"names": ["first", "second"], "weights": weights, "scale_rewards": scale, "aggregation": aggregation}
     parts = (slice(0, 8), slice(8, None))
     a, b = (peers.as_trl_rewards(rewards[here], group[here], **told) for here in parts)
-    compare(close, fired, "TRL", (a + b).named(), theirs, 2e-6)  # its rewards are float32
+    compare(close, fired, "TRL", (a + b).values(), theirs, 2e-6)  # its rewards are float32
 
 
 APPEND = "self._metrics[mode]"
@@ -321,7 +321,7 @@ def test_completions_and_tools(close, fired, kind):
         found = metrics.completions([len(row) for row in prompts[here]], sampled[here], cut[here])
         return found | metrics.tools(calls[here], failed[here]) if kind in ("tools", "no calls") else found
 
-    ours = (measure(slice(0, 2)) + measure(slice(2, None))).named()
+    ours = (measure(slice(0, 2)) + measure(slice(2, None))).values()
     ours["num_tokens"] += before  # as a run adds up its steps
     compare(close, fired, "TRL", ours, theirs)
 

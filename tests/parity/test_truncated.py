@@ -54,7 +54,7 @@ def test_filtered_traces_are_skyrls(close, reduction):
     reasons = ["length" if cut else "stop" for cut in CUT]
     mask = torch.tensor(utils.apply_overlong_filtering(data["mask"].double().tolist(), reasons), dtype=torch.float64)
     own = TrainingData.of(
-        recorded(data), recipe.objective, recipe.settle(overrides=[("data.holdout", 0)])[0]
+        recorded(data), recipe.objective, recipe.resolve(overrides=[("data.holdout", 0)])[0]
     ).advantages
     flat = torch.from_numpy(own).double()[:, None].expand_as(mask)
     how = (reduction, 8, 40, [(0, 2), (2, 4), (4, 6), (6, 8)])

@@ -43,7 +43,7 @@ def theirs(data, importance, rejection):
 def ours(data, importance, rejection, **options):
     gates = gates_of(rejection, thresholds_of(rejection)) if rejection else ()
     weights = weights_of(*importance)
-    return correct(data["old"], data["rollout"], mask=data["mask"], weights=weights, gates=gates, **options)
+    return correct(data["old"], data["rollout"], mask=data["mask"], weights=weights, rejections=gates, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

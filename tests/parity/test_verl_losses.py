@@ -45,8 +45,8 @@ def parts(loss: str, weighted: bool) -> tuple[dict, tuple[Weight, ...], tuple, t
     """(surrogate and ratio, weights, gates, penalties) of a policy loss at the options above."""
     clip = {"surrogate": Clip(0.2, 0.28), "ratio": OLD}
     plain = {"surrogate": PolicyGradient()}
-    truncated = (Weight(OLD, shape=Truncate(0.0, 3.0)),)
-    extra = {"gated": True, "weighted": weighted}
+    truncated = (Weight(OLD, transform=Truncate(0.0, 3.0)),)
+    extra = {"masked": True, "weighted": weighted}
     return {
         "vanilla": ({"surrogate": Clip(0.2, 0.28, dual=3.0), "ratio": OLD}, (), (), ()),
         "dppo_tv": (plain, truncated, (Rejection(OLD, "dprob", **ABOVE), Rejection(OLD, "dprob", **BELOW)), ()),
@@ -63,7 +63,7 @@ def parts(loss: str, weighted: bool) -> tuple[dict, tuple[Weight, ...], tuple, t
         ),
         "geo_mean": ({"surrogate": GeoClip(0.2, 0.28), "ratio": OLD}, (), (), ()),
         "dro": (plain, (), (), (Penalty(OLD, "k2", 0.2, **extra),)),
-        "cispo": (plain, (Weight(OLD, shape=Truncate(0.8, 1.28)),), (), ()),
+        "cispo": (plain, (Weight(OLD, transform=Truncate(0.8, 1.28)),), (), ()),
     }[loss]
 
 
@@ -88,7 +88,7 @@ class Case(NamedTuple):
             reduce = replace(reduce, denominator="kept")
         rejected = gates_of(self.rollout_rs, thresholds_of(self.rollout_rs)) if self.rollout_rs else ()
         weights = weights_of(self.rollout_is) + weights
-        return Objective(**told, weights=weights, gates=rejected + gates, penalties=penalties, reduce=reduce)
+        return Objective(**told, weights=weights, rejections=rejected + gates, penalties=penalties, reduce=reduce)
 
 
 def theirs(case: Case, data):
@@ -212,7 +212,7 @@ def test_kl_penalties(close, fired, kind, seed):
         Ratio("theta", "ref"),
         name,
         1.0,
-        gated=False,
+        masked=False,
         weighted=False,
         straight_through=kind.endswith("+") and name != "k2",
         cap=10.0 if name == "k3" else None,

@@ -64,7 +64,7 @@ def test_where_icepop_drops_all_verl_divides_by_zero_and_ours_is_0():
     ours = metrics.as_verl(
         data.old[mask] + 9.0, data.rollout[mask], rows, rollout_is="token", rollout_is_bounds=(0.5, 2.0)
     )
-    assert ours.named()["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+    assert ours.values()["rollout_corr/rollout_is_eff_sample_size"] == 0.0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -143,7 +143,7 @@ def test_in_bypass_mode_verl_counts_locally_what_its_rejection_left():
     correction = RolloutCorrectionConfig.bypass_pg_geo_rs(rs_threshold="0.95_1.02")
     _, gradient, metrics = bypass(data, correction)
     gates = gates_of("seq_mean_k1", "0.95_1.02", DIRECT)
-    found = run(replace(recipes.find("VERL_BYPASS_PG_GEO_RS").objective, gates=gates), data)
+    found = run(replace(recipes.find("VERL_BYPASS_PG_GEO_RS").objective, rejections=gates), data)
     left = 1 - metrics["rollout_corr/rollout_rs_masked_fraction"]
     assert 0 < left < 1
     torch.testing.assert_close(found.gradient, gradient * left, rtol=1e-6, atol=1e-12)

@@ -98,7 +98,7 @@ class Case(NamedTuple):
             gates.append(TopEntropy(self.share, "microbatch"))
         if self.kl is not None:
             factor = {"importance": OLD, "importance_level": level} if self.kl == "corrected" else {}
-            penalties.append(Penalty(Ratio("theta", "ref"), "k3", 0.04, gated=False, weighted=False, **factor))
+            penalties.append(Penalty(Ratio("theta", "ref"), "k3", 0.04, masked=False, weighted=False, **factor))
         if self.loss in ("cispo", "vespo"):
             surrogate, ratio = PolicyGradient(), None
         elif self.loss == "sapo":
@@ -112,7 +112,7 @@ class Case(NamedTuple):
             tuple(gates),
             tuple(penalties),
             REDUCTIONS.get(self.loss, Reduce("token")),
-            entropy=EntropyBonus(self.coef, gated=False, reduce=Reduce("token")) if self.coef else None,
+            entropy=EntropyBonus(self.coef, masked=False, reduce=Reduce("token")) if self.coef else None,
         )
 
 

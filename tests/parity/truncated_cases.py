@@ -48,15 +48,15 @@ def ours(
     recipe: recipes.Recipe, data: dict[str, Any], sequences: Sequences | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, TrainingData]:
     """Loss, and gradient by position, of the one step that a run with this recipe takes."""
-    chosen, _ = recipe.settle(overrides=[("data.holdout", 0), ("pack.token_budget", 1000)])
+    chosen, _ = recipe.resolve(overrides=[("data.holdout", 0), ("pack.tokens_per_row", 1000)])
     sequences = sequences or recorded(data)
     feed = TrainingData.of(sequences, recipe.objective, chosen)
     (step,) = feed.steps(0)
     row, column = np.divmod(step.origin, data["mask"].shape[1] + 1)
     at = (torch.from_numpy(row), torch.from_numpy(column - 1))
-    needs = recipe.objective.needs
+    needs = recipe.objective.requirements
     step = step.with_logprobs(**{name: data[name][at].numpy() for name in ("old", "ref") if getattr(needs, name)})
-    corrected = correct_step(step, recipe.objective, chosen.train.missing)
+    corrected = correct_step(step, recipe.objective, chosen.train.missing_logprobs)
     logprobs, loss = data["logprobs"].clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for batch in step.batches:
         own = tuple(index[torch.from_numpy(batch.term).long()] for index in at)

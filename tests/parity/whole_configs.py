@@ -224,7 +224,7 @@ def drawn(peer: Peer, draw: random.Random, without: str) -> dict[str, Any]:
         if not values:
             continue
         value = draw.choice(values)
-        for beside, needed in peer.beside.get((name, value), peer.beside.get(name, {})).items():
+        for beside, needed in peer.with_options.get((name, value), peer.with_options.get(name, {})).items():
             told.setdefault(beside, needed)
         told.setdefault(name, value * draw.choice((0.7, 1.0, 1.4)) if isinstance(value, float) else value)
     return told

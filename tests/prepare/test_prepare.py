@@ -74,7 +74,7 @@ def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(
     assert np.diff(found.cu_seqlens).tolist() == [4, 0, 4, 0]
     told = tg.align(tg.read(source), tg.Tokenizer.from_pretrained(example / "model"))
     for s in (found, told):
-        [step] = tg.pack(s, [1.0, 2.0, -1.0, 3.0], token_budget=64)
+        [step] = tg.pack(s, [1.0, 2.0, -1.0, 3.0], tokens_per_row=64)
         assert sorted(step.trace.tolist()) == [0, 0, 2, 2]
         assert step.batches[0].ids.tolist() == [5, 6, 8, 9, 5, 7, 8, 9]
 
@@ -175,7 +175,7 @@ def test_training_on_a_part_of_the_shards_is_refused_with_the_cure(prepared, tmp
     file = tmp_path / "o" / "shard-00001" / "sequences.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
     assert main(train) == 1
-    assert "shard-00001/sequences.safetensors: not the bytes that were written" in capsys.readouterr().err
+    assert "shard-00001/sequences.safetensors: the checksum differs" in capsys.readouterr().err
     (tmp_path / "o" / "shard-00001").rename(tmp_path / "gone")
     assert main(train) == 1
     assert "shard-00001 is missing" in capsys.readouterr().err
@@ -183,7 +183,7 @@ def test_training_on_a_part_of_the_shards_is_refused_with_the_cure(prepared, tmp
     (tmp_path / "o" / "shard-00002").rename(tmp_path / "gone")  # what is left has no gap
     (tmp_path / "o" / "manifest.json").unlink()
     assert main(train) == 1
-    assert "holds 2 shards and no manifest.json" in capsys.readouterr().err
+    assert "contains 2 shards and no manifest.json" in capsys.readouterr().err
 
 
 # --- going on ---
@@ -226,7 +226,10 @@ def test_going_on_with_other_traces_or_options_is_refused(prepared, tmp_path, tr
     other = tmp_path / "t.jsonl"
     other.write_bytes(traces.read_bytes())
     prepared(source=other)
-    for change, name in [({"shard_traces": 9}, "shard_traces"), ({"data": Data(lenient=True)}, "data.lenient")]:
+    for change, name in [
+        ({"shard_traces": 9}, "shard_traces"),
+        ({"data": Data(allow_unknown_ids=True)}, "data.allow_unknown_ids"),
+    ]:
         with pytest.raises(ArgumentError, match=rf"TG-PREPARE-017.*{name}"):
             prepared(resume=True, **{"source": other, **change})
     with pytest.raises(ArgumentError, match="TG-PREPARE-017"):
@@ -284,7 +287,7 @@ def test_of_two_that_start_together_one_writes_and_one_is_refused(tmp_path, trac
     both = [run(*cli, "--shard-traces", "8", stdout=subprocess.DEVNULL) for _ in range(2)]
     said = [each.communicate()[1] for each in both]
     assert sorted(each.returncode for each in both) == [0, 1], said
-    assert "another process is writing there" in "".join(said) or "holds shards" in "".join(said)
+    assert "another process is writing there" in "".join(said) or "contains shards" in "".join(said)
     assert tg.Sequences.load(tmp_path / "o", verify=True).traces == 24
 
 

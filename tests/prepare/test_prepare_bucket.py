@@ -195,7 +195,7 @@ def test_what_is_in_the_memory_of_one_process_is_written_by_it_alone(example, tm
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-012.*memory://out"):
         prepare.prepare(*told, workers=2)
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-012.*memory://out"):
-        prepare.prepare(*told, ray="")
+        prepare.prepare(*told, ray_address="")
     assert prepare.prepare(*told).traces == tg.Sequences.load("memory://out").traces == 4
 
 

@@ -237,7 +237,7 @@ def test_groups_that_stand_in_several_files_are_counted_said_and_one_again(make,
     cut = sum(count > 1 for count in stands.values())
     assert stands["g0000"] > 1 < stands["g0001"]
     assert (account.cut_groups, account.groups) == (cut, 3)
-    assert f"groups   {cut} of 3 have traces in several shards, by one name: `train` on the" in str(account.lines())
+    assert f"groups   {cut} of 3 have traces in several shards" in str(account.lines())
     whole = tg.PreparedDataset.open(tmp_path / "o")
     assert sorted(np.bincount(whole.catalog.group).tolist()) == [8, 8, 8]
     memory = tg.align(tg.read(names), tg.Tokenizer.from_pretrained(example / "model"))
@@ -264,7 +264,7 @@ def test_what_has_no_place_to_be_cut_is_one_part(tmp_path, text):
     path.write_bytes(text)
     parts, why = prepare.split_inputs(path, 300)
     assert [len(part.places) for part in parts] == [1]
-    assert (parts[0].alone, why) == (True, "")
+    assert (parts[0].is_only, why) == (True, "")
 
 
 def test_a_stream_of_events_between_records_is_not_cut(tmp_path):
@@ -286,14 +286,14 @@ def test_a_mark_of_byte_order_does_not_keep_a_file_whole(tmp_path):
 
 def test_what_is_joined_over_the_input_is_one_part_and_said(make, tmp_path, inputs):
     parts, why = prepare.split_inputs(inputs, PART, FieldMap(session="id"))
-    assert (len(parts), why) == (1, "--map.session joins records of the whole input")
+    assert (len(parts), why) == (1, "--map.session joins records of all inputs")
     assert prepare.split_inputs(inputs[2], PART, FieldMap(session="id"))[1] == ""  # nothing could be cut
     os.mkfifo(tmp_path / "pipe")
     [part], why = prepare.split_inputs([*inputs, str(tmp_path / "pipe")], PART)
-    assert why == "what comes through a pipe can be read once"
+    assert why == "a pipe can be read only once"
     assert "part-00000" in str(part)
     account = make(tmp_path / "o", inputs[:1], map=FieldMap(session="id"))
-    assert "parts    1: --map.session joins records of the whole input" in account.lines()
+    assert "parts    1: --map.session joins records of all inputs" in account.lines()
 
 
 def test_whole_files_are_put_together_until_a_part_is_full(tmp_path):
@@ -323,11 +323,11 @@ def test_a_part_whose_process_was_killed_is_done_again(make, inputs, job, tmp_pa
     def say(part, taken, records):
         if not killed:
             killed.append(part.index)
-            told = Path(f"/proc/{pool.doing(part)}/environ").read_bytes().split(b"\0")
+            told = Path(f"/proc/{pool.pid_of(part)}/environ").read_bytes().split(b"\0")
             assert f"RAYON_NUM_THREADS={max((os.cpu_count() or 1) // 2, 1)}".encode() in told
-            os.kill(pool.doing(part), signal.SIGKILL)
+            os.kill(pool.pid_of(part), signal.SIGKILL)
 
-    with Workers(job, 2, say=say) as pool:
+    with Workers(job, 2, log=say) as pool:
         records = {record["part"]: record for record in pool.records(parts)}
     assert sorted(records) == list(range(len(parts)))
     shards = {name: text for name, text in contents(tmp_path / "one").items() if name.startswith(("shard-", "part-"))}
@@ -341,10 +341,10 @@ def test_a_part_whose_processes_are_all_killed_is_named(inputs, job):
 
     def say(part, taken, records):
         if part.index == 1:
-            killed.append(pool.doing(part))
+            killed.append(pool.pid_of(part))
             os.kill(killed[-1], signal.SIGKILL)
 
-    with Workers(job, 2, say=say) as pool, pytest.raises(TracegradError, match=r"part-00001 .*by signal 9, 3 times"):
+    with Workers(job, 2, log=say) as pool, pytest.raises(TracegradError, match=r"part-00001 .*by signal 9, 3 times"):
         list(pool.records(parts))
     assert len(set(killed)) == MAX_RETRIES + 1
 
@@ -353,7 +353,7 @@ def test_all_processes_end_with_the_one_that_asks(inputs, job):
     parts, _ = prepare.split_inputs(inputs, PART)
 
     def say(part, taken, records):
-        handles = Path(f"/proc/{pool.doing(part)}/fd")
+        handles = Path(f"/proc/{pool.pid_of(part)}/fd")
         held.append(any(os.readlink(handle).endswith("/.lock") for handle in handles.iterdir()))
         raise KeyboardInterrupt
 
@@ -448,9 +448,9 @@ def test_how_far_all_parts_are_is_said_as_one(make, tmp_path):
     said = []
     make(tmp_path / "o", progress=said.append)
     assert [each.done for each in said] == [False] * (len(said) - 1) + [True]
-    assert said[-1].taken == said[-1].total > 0
+    assert said[-1].bytes_read == said[-1].total_bytes > 0
     assert said[-1].records == 72
-    assert all(each.taken <= after.taken for each, after in pairwise(said))
+    assert all(each.bytes_read <= after.bytes_read for each, after in pairwise(said))
 
 
 # --- manifests of parts ---

@@ -57,7 +57,7 @@ def contents(folder):
 def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ArgumentError, match="TG-PREPARE-008"):
-        make("o", ray="")
+        make("o", ray_address="")
 
 
 def closed_port():
@@ -71,7 +71,7 @@ def closed_port():
 def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(make, tmp_path, scheme):
     address, began = f"{scheme}127.0.0.1:{closed_port()}", time.monotonic()
     with pytest.raises(ArgumentError, match=rf"TG-PREPARE-007.*{address}"):
-        make("o", ray=address)
+        make("o", ray_address=address)
     assert time.monotonic() - began < 5
     assert not (tmp_path / "o").exists()
 
@@ -79,9 +79,9 @@ def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(ma
 def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*RAY_ADDRESS.*127\.0\.0\.1:"):
-        make("o", ray="")
+        make("o", ray_address="")
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*--ray.*1\]:1"):
-        make("o", ray="[::1]:1")
+        make("o", ray_address="[::1]:1")
 
 
 def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, monkeypatch):
@@ -111,7 +111,7 @@ def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, mon
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         with pytest.raises(ArgumentError, match="no answer as a cluster gives it within 10 s"):
-            make("o", ray=f"127.0.0.1:{silent.getsockname()[1]}")
+            make("o", ray_address=f"127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path, monkeypatch):
@@ -154,7 +154,7 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     dealt = tmp_path / "dealt.jsonl"
     dealt.write_bytes(b"".join(lines[0::2] + lines[1::2]))  # so that groups stand in several parts
     one = make("one", dealt)
-    account = make("ray", dealt, ray="", workers=2)
+    account = make("ray", dealt, ray_address="", workers=2)
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert account.parts > 2
     assert account.lines() == one.lines()
@@ -162,7 +162,7 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
     (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
     with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
-        make("bad", tmp_path / "bad.jsonl", ray="")
+        make("bad", tmp_path / "bad.jsonl", ray_address="")
     assert found.value.line == 65
 
 
@@ -176,7 +176,7 @@ def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
     with pytest.raises(
         TracegradError, match=r"Ray: ModuleNotFoundError: No module named 'test_prepare_ray'\. .*Install"
     ):
-        make("o", ray="")
+        make("o", ray_address="")
 
 
 def actors():
@@ -210,7 +210,7 @@ def test_two_nodes_write_the_same_bytes_also_when_an_actor_is_killed(ray, make, 
                 for process in killed:
                     os.kill(process, signal.SIGKILL)
 
-        make("ray", ray="", progress=kill)
+        make("ray", ray_address="", progress=kill)
         assert killed
         assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     finally:

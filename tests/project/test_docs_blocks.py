@@ -132,8 +132,8 @@ PYTHON = [block for block in blocks("python") if not block.reason]
 def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home, known, monkeypatch):
     if page == "view.md":  # the run that its last lines look into
         shutil.rmtree("out", ignore_errors=True)  # of other pages
-        told = {"data.holdout": 0.0, "pack.step_groups": 24, "terms.keep": "all"}
-        tg.train("model", "traces.jsonl", out="out", options=told, say=lambda _: None)
+        told = {"data.holdout": 0.0, "train.groups_per_step": 24, "token_log.mode": "all"}
+        tg.train("model", "traces.jsonl", out="out", options=told, log=lambda _: None)
     module = type(json)("page")
     monkeypatch.setitem(__import__("sys").modules, "page", module)
     vars(module).update(known, **(vars(objective) if page == "losses.md" else {}))
@@ -186,7 +186,7 @@ def test_every_command_of_ours_is_one_that_the_parser_takes():
     known = (
         set(config.options())
         | {f"online.{name}" for name in vars(OnlineConfig())}
-        | {f"play.{name}" for name in vars(RolloutConfig())}
+        | {f"rollout.{name}" for name in vars(RolloutConfig())}
     )
     for block, words in OURS:
         try:

@@ -46,7 +46,7 @@ def _played(tmp_path, *changes):
         source = source.replace(old, new)
     played = nbformat.reads(source, as_version=4)
     NotebookClient(played, timeout=1200, resources={"metadata": {"path": str(here)}}).execute()
-    for shown in ("traces", "sequences", "sequences.drift"):
+    for shown in ("traces", "sequences", "sequences.alignment_report"):
         assert "<table>" in _output(played, shown)["text/html"]
     assert (tmp_path / "out" / "notebook" / "DAPO" / "report.html").is_file()
     return _shown(played, "results")

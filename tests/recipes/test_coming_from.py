@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from generate_docs import PEERS, coming_from_page
-from tracegrad import recipes
+from tracegrad import config, recipes
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
@@ -27,9 +27,9 @@ def test_the_page_is_the_one_that_the_code_makes():
 def test_every_value_on_the_page_changes_something_and_is_spelled(peer):
     for name, value, beside in peer.cases():
         recipe = read(peer, {**beside, name: value})
-        assert f"{name} = {value}" in dict(recipe.told)
+        assert f"{name} = {value}" in dict(recipe.imported_options)
         assert f"# {name} = {value}" in str(recipe)
-        settled, otherwise = recipe.settle()
+        settled, otherwise = recipe.resolve()
         assert otherwise == ()
         assert presets.find(settled.objective.preset) == recipe.objective or settled.objective.overrides
 
@@ -53,27 +53,29 @@ def test_the_peers_defaults_are_the_presets_of_their_names():
 
 
 def test_each_option_is_spelled_as_what_is_due_to_it():
-    told = dict(recipes.from_trl({"loss_type": "grpo", "epsilon_high": 0.28, "beta": "1e-3", "delta": None}).told)
+    told = dict(
+        recipes.from_trl({"loss_type": "grpo", "epsilon_high": 0.28, "beta": "1e-3", "delta": None}).imported_options
+    )
     assert told == {
         "loss_type = grpo": "objective.reduce.per = trace, objective.reduce.inner = mean",
         "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
         "beta = 0.001": "objective.beta = 0.001",  # YAML 1.1 leaves 1e-3 as a text
     }
-    idle = dict(recipes.from_trl({"vllm_importance_sampling_clip_max": 2.0}).told)
-    assert idle == {"vllm_importance_sampling_clip_max = 2.0": "without effect beside the others"}  # use_vllm is off
+    idle = dict(recipes.from_trl({"vllm_importance_sampling_clip_max": 2.0}).imported_options)
+    assert idle == {"vllm_importance_sampling_clip_max = 2.0": "no effect with the other options"}  # use_vllm is off
 
 
 @pytest.mark.parametrize(
     ("peer", "told", "named"),
     [
         ("trl", {"loss_typ": "grpo"}, "Did you mean loss_type?"),
-        ("trl", {"loss_type": "ppo"}, "known: dapo, grpo"),
+        ("trl", {"loss_type": "ppo"}, "one of dapo, grpo"),
         ("trl", {"beta": "high"}, "beta = 'high' (it must be int or float"),
         ("trl", {"use_vllm": "yes"}, "it must be bool"),
-        ("trl", {"loss_type": "vespo", "importance_sampling_level": "sequence"}, "take token levels"),
+        ("trl", {"loss_type": "vespo", "importance_sampling_level": "sequence"}, "use token levels"),
         ("trl", {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "off_policy_mask_threshold": 0.1}, "of the three"),
         ("verl", {"rollout_is": "token", "rollout_is_threshold": "1_2_3"}, "0.5_2.0"),
-        ("verl", {"rollout_is": None, "rollout_rs": "seq_k9", "rollout_rs_threshold": 1}, "no rejection"),
+        ("verl", {"rollout_is": None, "rollout_rs": "seq_k9", "rollout_rs_threshold": 1}, "is not a rejection"),
         ("verl", {"rollout_is": None, "rollout_rs": "token_k1"}, "need one threshold"),
         ("verl", {"actor_rollout_ref": {"actor": {"clip_ratio": "${x}"}}}, "it is an interpolation"),
         (
@@ -81,10 +83,10 @@ def test_each_option_is_spelled_as_what_is_due_to_it():
             {"policy_loss_type": "clip_cov", "off_policy_correction": {"tis_ratio_type": "token"}},
             "SkyRL does not correct this loss",
         ),
-        ("skyrl", {"trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.5}, "one bound"),
+        ("skyrl", {"trainer.algorithm.off_policy_correction.token_mask_is_threshold_low": 0.5}, "ignores one bound"),
         ("skyrl", {"policy_loss_type": "rollout_is", "off_policy_correction.tis_ratio_type": "token"}, "telescope"),
         ("art", {"truncated_importance_sampling": 2.0}, "squares the ratio"),
-        ("art", {"mask_prob_ratio": True, "ppo": True}, "epsilon 1, or a Gate"),
+        ("art", {"mask_prob_ratio": True, "ppo": True}, "epsilon 1, or a Rejection"),
     ],
 )  # fmt: skip
 def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, named):
@@ -97,36 +99,36 @@ def test_what_has_no_counterpart_is_refused_by_its_name_with_a_cure(peer, told, 
 @pytest.mark.parametrize(
     ("peer", "told", "named"),
     [
-        ("verl", {"algorithm": {"adv_estimator": "gae"}}, "known: grpo, rloo, opo"),
-        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "that pays"),
+        ("verl", {"algorithm": {"adv_estimator": "gae"}}, "one of grpo, rloo, opo"),
+        ("verl", {"algorithm.use_kl_in_reward": True, "algorithm.rollout_correction.bypass_mode": True}, "recorded"),
         ("skyrl", {"trainer.algorithm.use_kl_in_reward": True}, "use_kl_loss False"),
-        ("skyrl", {"trainer.algorithm.dynamic_sampling.type": "replace"}, "copies of other groups, drawn at random"),
+        ("skyrl", {"trainer.algorithm.dynamic_sampling.type": "replace"}, "copies of other groups, sampled at random"),
         ("skyrl", {"trainer.algorithm.zero_variance_filter": True, "trainer.algorithm.dynamic_sampling.type": "filter"},
-         "has left such groups out"),
+         "already drops such groups"),
         ("skyrl", {"trainer.fully_async.sample_full_batch": True}, "SkyRL has it with zero_variance_filter"),
         ("verl", {"algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "acc"}}},
-         "compared by the reward that is trained on"),
+         "filtered by the trained reward"),
         ("art", {"advantage_balance": 0.5}, "advantage_balance = '0.5'"),
         ("trl", {"optim": "adafactor"}, "optim = 'adafactor' (the optimizer is AdamW"),
         ("trl", {"num_train_epochs": 0.5}, "num_train_epochs = '0.5'"),
-        ("trl", {"scale_rewards": "token"}, "known: group, batch, none"),
+        ("trl", {"scale_rewards": "token"}, "one of group, batch, none"),
         ("verl", {"actor_rollout_ref.actor.ppo_epochs": 2}, "ppo_epochs = '2'"),
-        ("verl", {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}, "tell data.train_batch_size"),
+        ("verl", {"actor_rollout_ref.actor.optim.lr_warmup_steps": 10}, "set data.train_batch_size"),
     ],
 )  # fmt: skip
 def test_what_says_how_a_run_goes_is_refused_by_a_run_alone_and_the_objective_is_there_without_it(peer, told, named):
     recipe = FROM[peer](told)
     assert recipe.objective == FROM[peer]({}).objective or "bypass_mode" in str(told)
-    assert any(named in each for each in recipe.unmet)
+    assert any(named in each for each in recipe.unsupported)
     assert named in str(recipe)
     with pytest.raises(ArgumentError) as refused:
-        recipe.settle()
+        recipe.resolve()
     assert named in str(refused.value)
     assert "The objective alone is recipe.objective." in str(refused.value)
 
 
 def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made_up():
-    spelled = dict(recipes.from_trl({"num_train_epochs": 0.5, "epsilon_high": 0.28}).told)
+    spelled = dict(recipes.from_trl({"num_train_epochs": 0.5, "epsilon_high": 0.28}).imported_options)
     assert spelled == {
         "num_train_epochs = 0.5": "refused by a run",
         "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
@@ -134,14 +136,16 @@ def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made
     assert recipes.from_trl({"scale_rewards": "token"}).advantage is None
     assert recipes.from_verl({"algorithm": {"adv_estimator": "gae"}}).advantage is None
     assert recipes.from_skyrl({"trainer.algorithm.advantage_estimator": "gae"}).advantage is None
-    synced = dict(recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "beta": 0.04}).told)
+    synced = dict(
+        recipes.from_trl({"sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "beta": 0.04}).imported_options
+    )
     assert synced["ref_model_mixup_alpha = 0.5"] == "train.ref_mixup_alpha = 0.5"
 
 
 @pytest.mark.parametrize(
     ("told", "spelled"),
     [
-        ({"reward_weights": [1, 2]}, "data.reward_weights = 1,2"),
+        ({"reward_weights": [1, 2]}, "data.reward_weights = [1.0, 2.0]"),
         ({"num_iterations": 4}, "train.iterations = 4"),
         ({"max_steps": 100}, "train.max_steps = 100"),
         ({"warmup_ratio": 0.1}, "schedule.warmup_ratio = 0.1"),
@@ -151,9 +155,9 @@ def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made
 )
 def test_what_says_how_a_run_goes_becomes_an_option_of_the_run(told, spelled):
     recipe = recipes.from_trl(told)
-    assert [here for _, here in recipe.told] == [spelled]
+    assert [here for _, here in recipe.imported_options] == [spelled]
     section, name = spelled.split(" = ")[0].split(".")
-    assert f"{getattr(getattr(recipe.settle()[0], section), name)}" == spelled.split(" = ")[1]
+    assert f"{config.as_dict(recipe.resolve()[0])[f'{section}.{name}']}" == spelled.split(" = ")[1]
 
 
 def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
@@ -163,7 +167,7 @@ def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
     recipe = recipes.from_trl(config)
     assert recipe.objective == recipes.from_trl({"epsilon_high": 0.28, "loss_type": "grpo"}).objective
     with pytest.raises(ArgumentError, match=r"TG-RECIPE-011.*1.*optim.*=.*adafactor"):
-        recipe.settle()
+        recipe.resolve()
 
 
 @pytest.mark.parametrize(
@@ -174,26 +178,26 @@ def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
         ("trl", {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
          {"bonus of a quantile": "it is about 0.4 times TRL's"}),
         ("trl", {"loss_type": "bnpo"}, {"mean of a micro-batch": "over each micro-batch"}),
-        ("trl", {"scale_rewards": "batch"}, {"scale of a batch": "one generation batch, this by that of all traces"}),
+        ("trl", {"scale_rewards": "batch"}, {"scale of a batch": "one generation batch, tracegrad by"}),
         ("trl", {"steps_per_generation": 4}, {"terms of a step": "of the 4 steps of a generation batch"}),
         ("trl", {"steps_per_generation": 4, "loss_type": "grpo"}, {}),
-        ("trl", {"use_vllm": True}, {"missing logprobs": "weighs 1 here"}),
+        ("trl", {"use_vllm": True}, {"missing logprobs": "has weight 1 here"}),
         ("trl", {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}, {}),
         ("verl", {"rollout_is": None, "rollout_rs": "token_k1", "rollout_rs_threshold": 2}, {}),
         ("verl", {"loss_agg_mode": "seq-mean-token-mean"}, {}),
         ("verl", {"loss_agg_mode": "seq-mean-token-sum", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
         ("verl", {"loss_mode": "sapo", "rs": "seq_mean_k1"}, {"rejected rows": "by all rows"}),
         ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "token_k1", "bypass_mode": True},
-         {"terms of a rejected row": "the share that is left times verl's"}),
+         {"terms of a rejected row": "the share of these tokens times verl's"}),
         ("verl", {"loss_agg_mode": "seq-mean-token-mean", "rs": "seq_mean_k1", "bypass_mode": True}, {}),
-        ("verl", {"loss_mode": "geo_mean", "rs": "token_k1"}, {"rejection within geo_mean": "over all terms"}),
+        ("verl", {"loss_mode": "geo_mean", "rs": "token_k1"}, {"rejection within geo_mean": "over the full trace"}),
         ("verl", {"loss_mode": "geo_mean", "rs": "seq_mean_k1"}, {}),
-        ("verl", {"loss_mode": "geo_mean", "is": "token"}, {"weights of geo_mean": "each term carries its own"}),
+        ("verl", {"loss_mode": "geo_mean", "is": "token"}, {"weights of geo_mean": "each token has its own weight"}),
         ("verl", {"loss_mode": "geo_mean", "is": "sequence"}, {}),
         ("verl", {"loss_mode": "geo_mean", "is": "token", "bypass_mode": True}, {}),
         ("verl", {"warmup": 10}, {"rate within a batch": "for the 4 optimizer steps of a training batch"}),
         ("verl", {"decay": 0.01}, {"norms and biases": "1 - lr * 0.01"}),
-        ("verl", {"adv": "grpo"}, {"epsilon of the deviation": "1e-6 to the standard deviation of a group, this 1e-4"}),
+        ("verl", {"adv": "grpo"}, {"epsilon of the deviation": "tracegrad 1e-4"}),
         ("skyrl", {}, {"epsilon of the deviation": "1e-6", "norms and biases": "1 - lr * 0.01"}),
         ("skyrl", {"trainer.algorithm.advantage_estimator": "maxrl"},
          {"means below 0": "here the advantage is 0", "norms and biases": "1 - lr * 0.01"}),
@@ -222,7 +226,7 @@ def test_a_recipe_says_each_difference_of_its_config_and_no_other(peer, told, sa
         told |= {f"{correction}rollout_rs_threshold": 1.5} if f"{correction}rollout_rs" in told else {}
         told |= {"data.train_batch_size": 1024} if f"{actor}optim.lr_warmup_steps" in told else {}
     recipe = FROM[peer](told)
-    found = dict(recipe.differs)
+    found = dict(recipe.differences)
     assert set(found) == set(said)
     assert all(words in found[name] and "{" not in found[name] for name, words in said.items())
     assert all(f"# differs on purpose, {name}: {words}" in str(recipe) for name, words in found.items())
@@ -235,13 +239,13 @@ def test_verls_warm_up_counts_training_batches():
     assert dict(recipes.from_verl(told).options)["schedule.warmup_steps"] == 40
     whole = told | {f"{actor}ppo_mini_batch_size": 1024}
     assert dict(recipes.from_verl(whole).options)["schedule.warmup_steps"] == 10
-    assert "rate within a batch" not in dict(recipes.from_verl(whole).differs)
+    assert "rate within a batch" not in dict(recipes.from_verl(whole).differences)
 
 
 def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(example, group, tmp_path, capsys):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"entropy_coef": 0.1, "top_entropy_quantile": 0.4}))
-    told = ["--like", f"trl:{file}", "--print-config"]
+    told = ["--from-config", f"trl:{file}", "--print-config"]
     assert main(arguments(example, group, tmp_path / "out", *told)) == 0
     said = capsys.readouterr().out.splitlines()
     assert any(line.startswith("# differs  on purpose, bonus of a quantile: TRL divides") for line in said)
@@ -251,7 +255,7 @@ def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(exa
 
 
 def test_all_that_is_refused_is_said_at_once():
-    with pytest.raises(ArgumentError, match=r"TG-RECIPE-015.*3.*cannot.*taken.*method"):
+    with pytest.raises(ArgumentError, match=r"TG-RECIPE-015.*3.*cannot.*method"):
         recipes.from_trl({"optim": "adafactor", "num_train_epochs": 0.5, "beta": 0.1, "mask": 0})
 
 
@@ -272,7 +276,7 @@ def test_a_run_like_each_peers_defaults_takes_its_steps(example, group, tmp_path
     config = {"verl": {"algorithm": {"adv_estimator": "grpo"}}, "trl": {"use_vllm": True, "num_train_epochs": 1}}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.get(peer, {})))
-    told = ["--like", f"{peer}:{file}", "--data.holdout", "0"]
+    told = ["--from-config", f"{peer}:{file}", "--data.holdout", "0"]
     assert main(arguments(example, group, tmp_path / "out", *told)) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"recipe   {peer}:{file}: objective = ")
@@ -283,25 +287,25 @@ def test_a_yaml_file_is_spelled_on_the_terminal_and_what_is_told_by_hand_wins(ex
     pytest.importorskip("yaml")
     file = tmp_path / "config.yaml"
     file.write_text("loss_type: grpo\nlearning_rate: 2e-6\nbf16: true\n")
-    told = ["--like", f"trl:{file}", "--print-config"]
+    told = ["--from-config", f"trl:{file}", "--print-config"]
     assert main(arguments(example, group, tmp_path / "out", *told, "--optimizer.lr", "1e-4")) == 0
     said = capsys.readouterr().out.splitlines()
     assert "#          loss_type = grpo: objective.reduce.per = trace, objective.reduce.inner = mean" in said
-    assert "# told     otherwise, which wins: optimizer.lr = 0.0001 (not 2e-06)" in said
+    assert "# override these options replace the recipe's: optimizer.lr = 0.0001 (not 2e-06)" in said
     assert "lr = 0.0001" in said
     assert main(arguments(example, group, tmp_path / "out", *told, "--recipe", "DAPO")) == 1
-    assert "--recipe and --like are both told" in capsys.readouterr().err
+    assert "TG-CLI-005: --recipe and --from-config " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
         ("a.yaml", "a: &x [1, 2]\nb: *x\n", "an alias"),
-        ("a.yaml", "- 1\n- 2\n", "it holds a list"),
-        ("a.yaml", "a: [", "it cannot be read"),
-        ("a.json", "[" * 200_000, "it cannot be read"),
-        ("a.yaml", "a" * 300_000, "It is no config"),
-        ("a.yaml", "!!python/object/apply:os.system ['true']", "it cannot be read"),
+        ("a.yaml", "- 1\n- 2\n", "contains a list"),
+        ("a.yaml", "a: [", "cannot be parsed"),
+        ("a.json", "[" * 200_000, "cannot be parsed"),
+        ("a.yaml", "a" * 300_000, "too many for a config"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "cannot be parsed"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_with_its_name(tmp_path, name, text, why):

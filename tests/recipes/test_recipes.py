@@ -20,7 +20,7 @@ NAMES = [name for name in recipes.__all__ if isinstance(getattr(recipes, name), 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_options_of_a_recipe_give_its_objective_and_its_advantages_back(name):
     recipe = recipes.find(name)
-    chosen, otherwise = recipe.settle()
+    chosen, otherwise = recipe.resolve()
     assert otherwise == ()
     objective = override_all(presets.find(chosen.objective.preset), dict(chosen.objective.overrides))
     assert objective == recipe.objective
@@ -30,41 +30,43 @@ def test_the_options_of_a_recipe_give_its_objective_and_its_advantages_back(name
 
 
 def test_a_recipe_sets_nothing_but_what_it_fixes():
-    chosen, _ = recipes.DAPO.settle(start=load(overrides=[("optimizer.lr", 3e-5), ("advantage.singleton", "zero")]))
+    chosen, _ = recipes.DAPO.resolve(
+        start=load(overrides=[("optimizer.lr", 3e-5), ("advantage.single_sample_group", "zero")])
+    )
     changed = {name: value for name, value in as_dict(chosen).items() if as_dict(Config())[name] != value}
     assert changed == {
         "advantage.scale": "std",
-        "filter.even_groups": True,
+        "filter.drop_zero_std_groups": True,
         "optimizer.lr": 3e-5,
-        "advantage.singleton": "zero",
+        "advantage.single_sample_group": "zero",
     }
 
 
 def test_what_is_told_by_hand_or_by_file_wins_and_is_said(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[advantage]\nddof = 0\n[objective]\npreset = "DAPO"\n"surrogate.high" = 0.4\n')
-    chosen, otherwise = recipes.DAPO.settle(file, [("train.epochs", "3")])
+    chosen, otherwise = recipes.DAPO.resolve(file, [("train.epochs", "3")])
     assert (chosen.advantage.scale, chosen.advantage.ddof, chosen.train.epochs) == ("std", 0, 3)
     assert otherwise == ("advantage.ddof = 0 (not 1)", "objective.surrogate.high = 0.4")
 
 
 def test_another_baseline_leaves_out_what_belonged_to_the_recipes_own():
-    chosen, otherwise = recipes.GRPO.settle(overrides=[("advantage.baseline", "rloo")])
+    chosen, otherwise = recipes.GRPO.resolve(overrides=[("advantage.baseline", "rloo")])
     assert chosen.advantage == Advantage(baseline="rloo")  # a scale would be refused: rloo has none
     assert "advantage.baseline = rloo (not group_mean)" in otherwise
 
 
 def test_another_objective_leaves_out_what_the_recipe_says_of_missing_logprobs():
-    recipe = Recipe(presets.DAPO, missing="neutral")
-    chosen, otherwise = recipe.settle(overrides=[("objective", "WEIGHTED_SFT")])
-    assert (chosen.objective.preset, chosen.train.missing) == ("WEIGHTED_SFT", "mask")
-    assert otherwise == ("objective = WEIGHTED_SFT (not DAPO)", "train.missing = mask (not neutral)")
+    recipe = Recipe(presets.DAPO, missing_logprobs="ratio_one")
+    chosen, otherwise = recipe.resolve(overrides=[("objective", "WEIGHTED_SFT")])
+    assert (chosen.objective.preset, chosen.train.missing_logprobs) == ("WEIGHTED_SFT", "mask")
+    assert otherwise == ("objective = WEIGHTED_SFT (not DAPO)", "train.missing_logprobs = mask (not ratio_one)")
 
 
 def test_an_objective_without_a_name_goes_through_a_config_as_its_code(tmp_path):
-    objective = override_all(presets.VESPO, {"weights.0.shape.power": 1.5})
+    objective = override_all(presets.VESPO, {"weights.0.transform.power": 1.5})
     recipe = Recipe(objective)
-    chosen, _ = recipe.settle()
+    chosen, _ = recipe.resolve()
     file = tmp_path / "config.toml"
     file.write_text(tg.config.to_toml(chosen))
     assert presets.find(load(file).objective.preset) == objective
@@ -88,9 +90,9 @@ def test_a_text_that_is_no_objective_is_refused_and_never_executed(text, why):
 
 def test_a_recipe_is_found_by_its_name_or_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
-    lines = ["import tracegrad as tg", "MINE = tg.recipes.Recipe(tg.presets.GSPO, missing='mask')"]
+    lines = ["import tracegrad as tg", "MINE = tg.recipes.Recipe(tg.presets.GSPO, missing_logprobs='mask')"]
     file.write_text("\n".join(lines))
-    assert recipes.find(f"{file}:MINE") == Recipe(presets.GSPO, missing="mask")
+    assert recipes.find(f"{file}:MINE") == Recipe(presets.GSPO, missing_logprobs="mask")
     with pytest.raises(ArgumentError, match=r"TG-OBJ-027.*Did.*you"):
         recipes.find("GRPPO")
     with pytest.raises(ArgumentError, match=r"TG-RECIPE-001.*ICEPOP"):
@@ -103,7 +105,7 @@ def test_what_a_recipe_may_hold_is_checked():
     with pytest.raises(ArgumentError, match="TG-RECIPE-010"):
         Recipe(presets.GRPO, config=(("advantage.scale", "std"),))
     with pytest.raises(ArgumentError, match="TG-OBJ-020"):
-        Recipe(presets.GRPO_DIRECT, missing="neutral")
+        Recipe(presets.GRPO_DIRECT, missing_logprobs="ratio_one")
 
 
 def test_a_penalty_is_told_by_its_short_spelling():
@@ -123,7 +125,7 @@ def test_the_command_line_says_a_recipe_and_what_was_told_otherwise(capsys, tmp_
     assert said[0].startswith(
         "# recipe   GSPO: objective = GSPO, advantage.baseline = group_mean, advantage.scale = std"
     )
-    assert said[1] == "# told     otherwise, which wins: advantage.scale = none (not std)"
+    assert said[1] == "# override these options replace the recipe's: advantage.scale = none (not std)"
     assert 'preset = "GSPO"' in said
     assert main([*arguments[:-2], "GSPPO", "--print-config"]) == 1
     assert "no recipe is called 'GSPPO'" in capsys.readouterr().err

@@ -111,13 +111,13 @@ def page(tmp_path, s, *steps, rows=(), **more):
 def hostile(tmp_path):
     s = sequences([1, 1, 2, 3, 4, 6, 7, 99], [False] + [True] * 7, rewards=[1.0], reward_names=(HOSTILE,))
     drift = replace(
-        s.drift,
+        s.alignment_report,
         **{name: np.zeros(1, np.int32) for name in ("trace", "turn", "token", "count")},
         reason=np.zeros(1, np.uint8),
         detail=(HOSTILE,),
         reasons=(HOSTILE,),
     )
-    s = replace(s, trace_ids=(HOSTILE,), group_names=(HOSTILE,), drift=drift)
+    s = replace(s, trace_ids=(HOSTILE,), group_names=(HOSTILE,), alignment_report=drift)
     rows = [{"step": 1, "loss": 0.5, HOSTILE: HOSTILE}, {"step": HOSTILE, "loss": HOSTILE}]
     summary = {"seed": HOSTILE, "seconds": {HOSTILE: 1.0}}
     return page(tmp_path, s, terms(range(1, 8), [1] * 7), rows=rows, summary=summary, title=HOSTILE)
@@ -278,7 +278,7 @@ def test_tables_show_tiers_and_drift(tmp_path):
     drift = AlignmentReport(
         np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1
     )
-    found = page(tmp_path, replace(s, drift=drift))
+    found = page(tmp_path, replace(s, alignment_report=drift))
     assert "R99 made_up114" in found.text
     assert "50 % of 2 recorded tokens" in found.text
     assert "T0" in found.text
@@ -306,7 +306,7 @@ def test_long_runs_are_cut_with_a_note(tmp_path):
 def test_the_page_says_when_traces_do_not_fit(tmp_path):
     count = 30
     s = sequences([5, 5] * count, [False, True] * count, trace=range(count), cu=range(0, 2 * count + 1, 2))
-    found = page(tmp_path, s, terms(range(1, 2 * count, 2), [1.0] * count), most_bytes=2000)
+    found = page(tmp_path, s, terms(range(1, 2 * count, 2), [1.0] * count), max_bytes=2000)
     shown = found.tags.count("details")
     assert 1 <= shown < 20
     assert f"{20 - shown} more would make this page larger" in found.text
@@ -359,7 +359,7 @@ def test_whatever_text_a_stranger_wrote_stays_text(tmp_path_factory, title, trac
     s = sequences(range(len(pieces)), [False] + [True] * (len(pieces) - 1), rewards=[1.0], reward_names=(reward,))
     one = np.zeros(1, np.int32)
     drift = AlignmentReport(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
-    s = replace(s, trace_ids=(trace,), group_names=(group,), drift=drift)
+    s = replace(s, trace_ids=(trace,), group_names=(group,), alignment_report=drift)
     tokens = SimpleNamespace(decode_bytes=lambda ids: pieces[ids[0]])
     path = tmp_path_factory.getbasetemp() / "any.html"
     shown = [terms(range(1, len(pieces)), [1.0] * (len(pieces) - 1))] if len(pieces) > 1 else []
@@ -412,22 +412,22 @@ def test_the_interval_of_value_is_drawn_where_it_is_known():
     rows = [
         {
             "step": 1,
-            "off_policy_value": 0.4,
-            "off_policy_value_low": 0.3,
-            "off_policy_value_high": 0.5,
-            "off_policy_value_recorded": 0.4,
-            "off_policy_value_known": 1,
+            "ope": 0.4,
+            "ope_low": 0.3,
+            "ope_high": 0.5,
+            "ope_recorded_reward": 0.4,
+            "ope_reliable": 1,
         },
-        {"step": 2, "off_policy_value": 0.5, "off_policy_value_low": math.nan, "off_policy_value_high": math.nan},
-        {"step": 3, "off_policy_value": 0.6, "off_policy_value_low": 0.4, "off_policy_value_high": 0.9},
+        {"step": 2, "ope": 0.5, "ope_low": math.nan, "ope_high": math.nan},
+        {"step": 3, "ope": 0.6, "ope_low": 0.4, "ope_high": 0.9},
     ]
-    rows = [rows[0], {**rows[1], "off_policy_value_known": 0}, {**rows[2], "off_policy_value_known": 1}]
+    rows = [rows[0], {**rows[1], "ope_reliable": 0}, {**rows[2], "ope_reliable": 1}]
     drawn = curves(rows)
     assert drawn.count('class="band s0"') == 1
     assert 'class="level"' in drawn
     assert "0.6 [0.4, 0.9]" in drawn
     assert "step 2" not in drawn
-    assert "importance-weighted" not in curves([{**rows[2], "off_policy_value_known": 0}])
+    assert "importance-weighted" not in curves([{**rows[2], "ope_reliable": 0}])
 
 
 def test_examples_are_good_and_bad_ones_of_many_groups():

@@ -33,14 +33,14 @@ def test_the_head_names_the_library_and_a_model_of_a_hub(tmp_path):
 def test_options_and_figures_are_those_of_the_run(tmp_path):
     rows = [
         {"step": 0, "eval_reward": 0.25, "eval_low": 0.2, "eval_high": 0.3},
-        {"step": 1, "loss": 0.5, "terms": 1000},
-        {"step": 2, "loss": 0.5, "terms": 500, "off_policy_value": 0.5, "off_policy_value_known": 0},
+        {"step": 1, "loss": 0.5, "tokens_trained": 1000},
+        {"step": 2, "loss": 0.5, "tokens_trained": 500, "ope": 0.5, "ope_reliable": 0},
         {"step": 2, "eval_reward": 0.75, "eval_low": 0.7, "eval_high": 0.8},
     ]
     told = card(tmp_path, config=Config(train=Train(seed=7)), rows=rows, data=["3 traces"])
     assert "train.seed = 7" in told
     assert "train.epochs" not in told
-    assert [line.split("  ")[-1].strip() for line in told.splitlines() if line.startswith(("steps", "terms"))] == [
+    assert [line.split("  ")[-1].strip() for line in told.splitlines() if line.startswith(("steps", "tokens"))] == [
         "2",
         "1,500",
     ]
@@ -51,7 +51,7 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
 
 
 def test_what_strangers_wrote_stays_in_its_block(tmp_path):
-    told = card(tmp_path, base=EVIL, config=Config(data=Data(reward=EVIL)), data=EVIL.split("\n"))
+    told = card(tmp_path, base=EVIL, config=Config(data=Data(reward=(EVIL,))), data=EVIL.split("\n"))
     assert "\x1b" not in told
     lines = told.splitlines()
     assert lines.count("---") == 2 + 2  # the head's, and two that stand in the block of the data

@@ -188,7 +188,7 @@ def unknown_argument(completions, missing):
         (leaves, "raised", "SystemExit: 3"),
         (too_few, "wrong", "1 rewards for 4"),
         (text, "raised", "it returned 'four'"),
-        (words, "raised", "'1' is no number"),
+        (words, "raised", "'1' is not a number"),
         (one_number, "raised", "it returned 1.0"),
         (nothing_at_all, "raised", "it returned None"),
         (unknown_argument, "raised", "missing"),
@@ -196,7 +196,7 @@ def unknown_argument(completions, missing):
 )
 def test_what_fails_is_nan_counted_and_located_and_the_others_are_kept(function, kind, told):
     async def main():
-        held = Rewards([correct, function], seconds=2)
+        held = Rewards([correct, function], timeout_s=2)
         try:
             scored = await held.score(CHAT, ANSWERS, COLUMNS)
             again = await held.score(CHAT, ANSWERS, COLUMNS)
@@ -213,8 +213,8 @@ def test_what_fails_is_nan_counted_and_located_and_the_others_are_kept(function,
     assert held.counts == {f"{name}: {kind}": 2}
     assert told in str(held.failures[name])
     if function in (fails, hangs, spins, hangs_softly, leaves):
-        assert held.failures[name].where.endswith(f"in {name}")
-        assert "test_score_functions.py:" in held.failures[name].where
+        assert held.failures[name].location.endswith(f"in {name}")
+        assert "test_score_functions.py:" in held.failures[name].location
 
 
 def test_an_infinite_reward_is_a_failure_of_its_trajectory_alone():
@@ -242,7 +242,7 @@ def test_what_a_function_started_ends_with_it(tmp_path):
         with subprocess.Popen(marker.split()):
             (tmp_path / "started").touch()
 
-    found = asyncio.run(compute_rewards([starts], None, CHAT, ANSWERS, seconds=2))
+    found = asyncio.run(compute_rewards([starts], None, CHAT, ANSWERS, timeout_s=2))
     assert np.isnan(found).all()
     assert (tmp_path / "started").exists()
 
@@ -290,8 +290,8 @@ def test_a_function_that_uses_cuda_in_a_forked_process_is_told_what_to_do(functi
     name = function.__name__
     assert np.isnan(scored.total).all()
     assert held.counts == {f"{name}: raised": 1}
-    assert held.failures[name].where.endswith(f"in {name}")
-    words = held.failures[name].words
+    assert held.failures[name].location.endswith(f"in {name}")
+    words = held.failures[name].message
     assert words.startswith(f"{name} uses CUDA, but it runs in a process forked from one that has initialized CUDA")
     assert f"write {name} as `async def`" in words
     first = "RuntimeError: Cannot re-initialize CUDA" if function is on_the_gpu else "ValueError: the reward model"

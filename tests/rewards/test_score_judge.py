@@ -71,7 +71,7 @@ def test_ids_are_matched_and_not_positions():
 def test_orders_are_drawn_by_seed_group_and_vote():
     def order(**options):
         _, found = judged(Model(), **options)
-        return [verdict.shown for verdict in found.verdicts]
+        return [verdict.members_by_position for verdict in found.verdicts]
 
     assert order(seed=3, votes=3) == order(seed=3, votes=3)
     drawn = [*order(seed=3, votes=3), *order(seed=4, votes=3), *order(seed=3, votes=3, name="g2")]
@@ -137,7 +137,7 @@ def test_a_trajectory_cannot_leave_its_element():
 
 def test_long_trajectories_are_cut_in_their_middle():
     model = Model()
-    judged(model, [trajectory("alpha" + "x" * 90_000), GROUP[1]], characters=9000)
+    judged(model, [trajectory("alpha" + "x" * 90_000), GROUP[1]], max_prompt_characters=9000)
     text = model.bodies[0]["messages"][1]["content"]
     assert len(text) < 9500
     assert "characters left out" in text
@@ -203,7 +203,7 @@ def test_a_hostile_answer_is_asked_again_and_then_no_score(kind):
     assert all(words in error for error in verdict.errors)
     assert judge.counts == {"verdicts": 1, "retried": 1, "unusable": 1}
     judge, found = judged(Model([text, GOOD]), GROUP[:2])
-    first = [members[0] for members in found.verdicts[0].shown]
+    first = [members[0] for members in found.verdicts[0].members_by_position]
     assert found.scores[first].tolist() == [0.25, 0.75]
     assert judge.counts["unusable"] == 0
 
@@ -257,7 +257,7 @@ def test_a_trajectory_does_not_grade_itself_by_being_quoted(text):
         said = text.replace("{own}", quoted)
         judge, found = judged(Model([said, said]), group)
         assert np.isnan(found.scores).all()
-        assert judge.failures["unusable"].words.startswith("group 'g1': ")
+        assert judge.failures["unusable"].message.startswith("group 'g1': ")
         # The judge may come to the same scores by itself, and then says nothing else.
         _, found = judged(Model([said, OWN]), group)
         assert sorted(found.scores.tolist()) == [0.0, 1.0]
@@ -284,7 +284,7 @@ def test_a_fault_of_one_verdict_leaves_the_others(fault):
 
     first = [GOOD] if fault == "told" else [fault, fault]
 
-    judge = Judge(Model([*first[:1], GOOD, *first[1:]]), votes=2, told=told)
+    judge = Judge(Model([*first[:1], GOOD, *first[1:]]), votes=2, on_vote=told)
     # The votes are asked together: the first try of each, then the second of the first.
     found = asyncio.run(judge.score(GROUP[:2], group="g1"))
     good = [verdict for verdict in found.verdicts if verdict.scores]
@@ -293,18 +293,24 @@ def test_a_fault_of_one_verdict_leaves_the_others(fault):
     assert np.isfinite(found.scores).all()
     kind = "untold" if fault == "told" else "unusable"
     assert judge.counts[kind] == 1
-    assert judge.failures[kind].words.startswith("group 'g1': ")
+    assert judge.failures[kind].message.startswith("group 'g1': ")
     assert found.errors == ([] if fault == "told" else [found.verdicts[0].errors[-1]])
 
 
 def test_a_recorded_verdict_that_is_broken_is_no_vote_and_the_others_are():
     _, found = judged(Model(), votes=2)
     whole = found.verdicts[0].as_dict()
-    broken = [{"scores": [0.5]}, {"scores": ["a"] * 4}, {"scores": [7] * 4}, {"shown": [[9]] * 4}, {"count": 3}]
-    broken += [{"shown": None}, {"scores": [float("nan")] * 4}, {"shown": [[-5]] * 4}]
+    broken = [
+        {"scores": [0.5]},
+        {"scores": ["a"] * 4},
+        {"scores": [7] * 4},
+        {"members_by_position": [[9]] * 4},
+        {"count": 3},
+    ]
+    broken += [{"members_by_position": None}, {"scores": [float("nan")] * 4}, {"members_by_position": [[-5]] * 4}]
     for change in broken:
         verdicts = [JudgeVote.from_dict({**whole, **change}), found.verdicts[1]]
-        assert JudgeResult.of(verdicts, 4).scores.tolist() == [0.1, 0.4, 0.9, 0.0]
+        assert JudgeResult.from_votes(verdicts, 4).scores.tolist() == [0.1, 0.4, 0.9, 0.0]
 
 
 def test_messages_that_json_cannot_say_are_shown_as_text():
@@ -325,13 +331,13 @@ def test_votes_are_averaged_and_their_disagreement_is_told():
 def test_verdicts_come_back_from_a_file_and_a_prompt_can_be_judged_again():
     kept = []
     model = Model()
-    _, found = judged(model, votes=2, told=kept.append)
+    _, found = judged(model, votes=2, on_vote=kept.append)
     verdicts = [JudgeVote.from_dict(json.loads(json.dumps(one))) for one in kept]
-    again = JudgeResult.of(verdicts, 4)
+    again = JudgeResult.from_votes(verdicts, 4)
     np.testing.assert_array_equal(again.scores, found.scores)
     np.testing.assert_array_equal(again.disagreement, found.disagreement)
     other = Judge(Model())
-    told = asyncio.run(other.again(kept[0]))
+    told = asyncio.run(other.rejudge(kept[0]))
     assert told.scores == verdicts[0].scores
     assert told.prompt == verdicts[0].prompt == model.bodies[0]["messages"]
     assert verdicts[0].model == "wise"
@@ -356,7 +362,7 @@ def test_a_judge_that_hangs_is_ended():
     async def hangs(body, *, session, salt):
         await asyncio.sleep(60)
 
-    _, found = judged(hangs, seconds=0.2)
+    _, found = judged(hangs, timeout_s=0.2)
     assert np.isnan(found.scores).all()
     assert "longer than 0.2 s" in found.verdicts[0].errors[0]
 
@@ -368,7 +374,7 @@ def test_requests_say_the_form_and_the_group():
     assert schema["properties"]["scores"]["minItems"] == 4
     assert (model.bodies[0]["max_tokens"], model.bodies[0]["temperature"]) == (99, 0.0)
     assert model.sessions == ["g1"]
-    judged(model := Model(), structured=False)
+    judged(model := Model(), json_schema=False)
     assert "response_format" not in model.bodies[0]
 
 

@@ -71,7 +71,7 @@ def test_a_second_run_scores_only_what_is_new(tmp_path, functions, capsys):
     # A function that was changed is asked again.
     (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\nx = 1\n")
     done = tg.rewards.score_traces(tg.read(path), _right(tmp_path), cache=tmp_path / "s.jsonl.scores")
-    assert done.cached == 0
+    assert done.cached_groups == 0
 
 
 def _right(folder):
@@ -94,7 +94,7 @@ def test_a_function_that_fails_gives_no_reward_and_is_not_kept(tmp_path, functio
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["from_cache"], told["failures"]) == (0, {"raises: raised": 1})
-    assert told["first_failures"]["raises: raised"]["where"].endswith("in raises")
+    assert told["first_failures"]["raises: raised"]["location"].endswith("in raises")
 
 
 def solved(completions, solution, **columns):
@@ -141,7 +141,7 @@ def test_a_line_of_the_cache_that_is_no_answer_is_scored_anew(tmp_path, function
         [key] = [json.loads(each)["key"] for each in (tmp_path / "c").read_text().splitlines()]
         (tmp_path / "c").write_text(json.dumps({"key": key, "value": json.loads(line)}) + "\n")
         again = score()
-        assert (again.cached, again.unscored, again.rows) == (0, 0, first.rows)
+        assert (again.cached_groups, again.unscored_traces, again.rows) == (0, 0, first.rows)
         (tmp_path / "c").unlink()
 
 
@@ -171,7 +171,7 @@ def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions
     (tmp_path / "c").write_text("\n".join(lines) + "\n" + lines[-1][:30])
     before = len(asked)
     again = judge()
-    assert (again.cached, len(asked) - before, again.unscored) == (len(lines) - 5, 1, 0)
+    assert (again.cached_groups, len(asked) - before, again.unscored_traces) == (len(lines) - 5, 1, 0)
     assert again.rows == first.rows
 
 
@@ -185,7 +185,7 @@ def test_an_odd_reward_of_functions_in_a_cache_is_none(tmp_path, functions, valu
         told = json.dumps({**answer, "value": [["@", "@"] if at else [{"right": "@"}, 1.0]] * len(answer["value"])})
         (tmp_path / "c").write_text("\n".join([told.replace('"@"', value), *lines[1:]]) + "\n")
         again = tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c")
-        assert (again.cached, again.rows) == (len(lines) - 1, first.rows)
+        assert (again.cached_groups, again.rows) == (len(lines) - 1, first.rows)
 
 
 def test_weights_texts_and_the_room_itself(tmp_path):
@@ -193,7 +193,7 @@ def test_weights_texts_and_the_room_itself(tmp_path):
         return [len(prompt) + len(text) for prompt, text in zip(prompts, completions, strict=True)]
 
     traces = tg.Traces.from_records([trace(number) for number in (0, 10)])
-    done = tg.rewards(traces, length, weights=[0.5], texts=True)
+    done = tg.rewards(traces, length, weights=[0.5], reward_input=True)
     assert [one.reward for one in done.traces] == [1.5, 2.0]
     assert done.traces[1].rewards == {"length": 4.0}
 
@@ -201,8 +201,8 @@ def test_weights_texts_and_the_room_itself(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "what scores is not told"),
-        (["--reward", "mine.py:right", "--judge", "http://x"], "what scores is not told"),
+        ([], "TG-CLI-030"),
+        (["--reward", "mine.py:right", "--judge", "http://x"], "TG-CLI-030"),
         (["--reward", "mine.py:wrong"], "Did you mean|there is no wrong"),
         (["--judge", "http://127.0.0.1:9"], "--judge-model is missing"),
         (["--reward", "mine.py:right", "--price", "x"], "--price is 'x'"),
@@ -294,7 +294,7 @@ def test_two_orders_that_disagree_are_told():
     records = [{**trace(number), "group": "g"} for number in range(8)]
     done = asyncio.run(tg.rewards.judge_traces(tg.Traces.from_records(records), first_wins, votes=2))
     assert 0.1 < done.agreement < 0.9
-    assert done.unscored == 0
+    assert done.unscored_traces == 0
 
 
 @pytest.mark.parametrize("count", [True, -1, 1.5, "9", 10**400, [9], {}, None])
@@ -305,7 +305,7 @@ def test_a_count_of_tokens_that_is_none_is_not_counted(count):
         return {"choices": [{"message": {"content": json.dumps({"scores": rows})}}], "usage": usage}
 
     done = asyncio.run(tg.rewards.judge_traces(tg.Traces.from_records([trace(0), trace(1)]), odd, votes=1))
-    assert (done.prompt_tokens, done.completion_tokens, done.unscored) == (0, 3, 0)
+    assert (done.prompt_tokens, done.completion_tokens, done.unscored_traces) == (0, 3, 0)
     assert done.cost((1.0, 10.0)) == 30e-6
 
 
@@ -316,8 +316,8 @@ def test_what_a_judge_cannot_say_is_no_reward_and_is_asked_again(tmp_path):
     traces = tg.Traces.from_records([trace(0), trace(1)])
     for _ in range(2):
         done = asyncio.run(tg.rewards.judge_traces(traces, mute, votes=1, cache=tmp_path / "c"))
-        assert (done.unscored, done.cached, done.counts["judge: unusable"]) == (2, 0, 1)
-        assert done.failures["judge: unusable"].words.startswith("<records>:1, group 'g0': there is no JSON")
+        assert (done.unscored_traces, done.cached_groups, done.counts["judge: unusable"]) == (2, 0, 1)
+        assert done.failures["judge: unusable"].message.startswith("<records>:1, group 'g0': there is no JSON")
 
 
 @pytest.mark.nightly
@@ -344,14 +344,14 @@ def test_where_there_is_no_room_for_what_is_scored_that_is_said(functions, tmp_p
     full = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115  a disk without room
     monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
     assert main(["score", str(path), "--reward", "mine.py:right", "--out", "s.jsonl"]) == 1
-    assert "Make room, or set TMPDIR to another folder" in capsys.readouterr().err
+    assert "TG-REWARD-008: " in capsys.readouterr().err
 
 
 def test_where_no_file_can_be_made_that_is_said(tmp_path, functions, capsys, monkeypatch):
     path = written(tmp_path / "t.jsonl", range(2))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     assert main(["score", str(path), "--reward", "mine.py:right", "--out", "s.jsonl"]) == 1
-    assert f"{tmp_path / 'gone'}: No such file or directory. What is scored is kept there" in capsys.readouterr().err
+    assert f"{tmp_path / 'gone'}: No such file or directory. " in capsys.readouterr().err
 
 
 def test_an_error_of_the_input_is_not_one_of_the_temporary_file_which_is_closed(monkeypatch):
@@ -376,7 +376,7 @@ def test_a_function_gets_the_prompt_and_the_columns_of_a_record_of_texts():
         return [float(said == want) for said, want in zip(completions, gold, strict=True)]
 
     rows = [{"prompt": "2+2=", "completion": text, "gold": "4", "step": 1, "reward": 7, "group": "g"} for text in "45"]
-    found = tg.rewards(tg.read(rows), [asynchronous(right)], texts=True)
+    found = tg.rewards(tg.read(rows), [asynchronous(right)], reward_input=True)
     assert [found.rows[at][0] for at in (0, 1)] == [1.0, 0.0]
     [(prompts, columns)] = seen
     assert prompts == ["2+2=", "2+2="]

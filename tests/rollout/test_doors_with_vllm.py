@@ -41,7 +41,7 @@ def checked(out):
     traces = tg.Traces.concatenate(tg.read(path) for path in sorted((out / "played").iterdir()))
     assert len(traces) >= 8
     steps = [row for row in rows if "loss" in row]
-    assert all(row["sync_max"] < 1e-4 and row["tokens_lost"] == 0 for row in steps)
+    assert all(row["weight_check/max"] < 1e-4 and row["tokens_lost"] == 0 for row in steps)
     assert not any("failure" in trace.to_dict() for trace in traces)
     return rows, traces
 
@@ -78,9 +78,9 @@ def test_an_environment_of_verifiers_plays_and_trains(request, served, tmp_path)
         tasks,
         agent=agent,
         objective=tg.presets.DAPO_DIRECT,
-        config=tg.config.Config(pack=tg.config.Pack(step_groups=2), optimizer=tg.config.Optimizer(lr=4e-4)),
+        config=tg.config.Config(train=tg.config.Train(groups_per_step=2), optimizer=tg.config.Optimizer(lr=4e-4)),
         online=tg.online.OnlineConfig(steps=1, steps_ahead=0),
-        play=tg.online.RolloutConfig(samples=4, max_tokens=48),
+        rollout=tg.online.RolloutConfig(group_size=4, max_tokens=48),
         servers=[served],
         out=tmp_path / "out",
     )
@@ -101,20 +101,22 @@ def test_a_run_file_plays_evaluates_and_trains(served, tmp_path):
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(each) + "\n" for each in fresh))
     head = head.replace(f'evaluation = "{DOORS}/clerk.py:fresh"', 'evaluation = "two.jsonl"')
     (tmp_path / "run.toml").write_text(head + "[online]" + rest.partition("[online]")[2])
-    quick = ["--server", served, "--out", str(tmp_path / "out"), "--online.steps", "1", "--pack.step_groups", "2"]
+    quick = ["--server", served, "--out", str(tmp_path / "out"), "--online.steps", "1", "--train.groups_per_step", "2"]
     assert main(["online", str(tmp_path / "run.toml"), *quick]) == 0
     rows, _ = checked(tmp_path / "out")
     assert [row["eval_tasks"] for row in rows if "eval_tasks" in row] == [2, 2]
 
 
 def test_the_agent_is_recorded_without_training(served, tmp_path):
-    told = [str(DOORS / "agent.py") + ":agent", "--server", served, "--out", str(tmp_path / "out"), "--samples", "2"]
-    told += ["--tasks", str(DOORS / "clerk.py") + ":questions", "--groups", "3", "--play.max_tokens", "64"]
+    told = [str(DOORS / "agent.py") + ":agent", "--server", served, "--out", str(tmp_path / "out"), "--group-size", "2"]
+    told += ["--tasks", str(DOORS / "clerk.py") + ":questions", "--groups", "3", "--rollout.max_tokens", "64"]
     assert main(["record", *told]) == 0
     [path] = (tmp_path / "out" / "played").iterdir()
     traces = tg.read(path)
     assert len(traces) == 6
-    assert tg.align(traces, tg.Tokenizer.from_pretrained(DOORS.parent / "quickstart" / "model")).drift.rate == 0
+    assert (
+        tg.align(traces, tg.Tokenizer.from_pretrained(DOORS.parent / "quickstart" / "model")).alignment_report.rate == 0
+    )
 
 
 def test_any_program_is_recorded(served, tmp_path):

@@ -30,20 +30,23 @@ def found(request, example, tmp_path_factory):
 @pytest.mark.parametrize(("steps_ahead", "ids"), [(0, "chat"), (1, "chat"), (0, "tokens")])
 def test_each_step_is_proven(found, steps_ahead, ids):
     for row in found[f"quiet {steps_ahead} {ids}"]:
-        print(f"\n{row['sync_terms']} terms, max {row['sync_max']:.1e}, paused {row['sync_pause']:.3f} s")
-        assert row["sync_terms"] > 0
-        assert row["sync_max"] < 1e-4
+        print(
+            f"\n{row['weight_check/tokens']} terms, max {row['weight_check/max']:.1e}, paused "
+            f"{row['time/sync_pause']:.3f} s"
+        )
+        assert row["weight_check/tokens"] > 0
+        assert row["weight_check/max"] < 1e-4
         assert row["tokens_lost"] == row["trajectories_failed"] == 0
 
 
 def test_a_cache_that_is_not_cleared_is_found_and_named(found):
-    assert "prompt that they have never seen they agree" in found["stale"]
+    assert "On a new prompt they agree" in found["stale"]
 
 
 def test_what_does_nothing_on_a_cpu_is_refused_by_its_name(found):
     assert found["sleep"].startswith("sleep is asked of vLLM on cpu")
     assert found["wake"].startswith("wake_up is asked of vLLM on cpu")
-    assert "has no address" in found["where"]
+    assert "has no address" in found["location"]
 
 
 def test_requests_that_nobody_waits_for_are_let_go_and_wrong_ones_refused(found):

@@ -34,7 +34,7 @@ def test_what_raises_has_no_reward_and_says_where(example):
     [trace] = read(played)
     assert trace.reward is None
     assert len(trace.generations) == 1
-    assert trace.to_dict()["failure"]["words"] == "KeyError: 'lamp'"
+    assert trace.to_dict()["failure"]["message"] == "KeyError: 'lamp'"
     assert trace.metadata["ended"] == "failed"
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_reward_is_a_failure(value, example):
         return value
 
     played = run(contract, "?", None)
-    assert "what the contract returned: TG-ROLLOUT-03" in played.error
+    assert "invalid return value of the agent: TG-ROLLOUT-03" in played.error
     assert played.record["reward"] is None
 
 
@@ -135,7 +135,7 @@ async def cancels_itself(task, policy):
 def test_what_does_not_end_well_is_ended_and_said(contract, words, name, example):
     over.clear()
     late.clear()
-    played = run(contract, "?", Scripted(example, always("4")).chat, limits=Limits(seconds=0.4))
+    played = run(contract, "?", Scripted(example, always("4")).chat, limits=Limits(timeout_s=0.4))
     assert late == []  # nobody has waited for it
     if contract is busy:
         over.set()
@@ -192,7 +192,7 @@ def test_a_server_that_fails_leaves_what_came(example):
 def test_a_task_without_a_prompt_is_said(task):
     with pytest.raises(ArgumentError, match="TG-ROLLOUT-037"):
         prompt_of(task)
-    assert "no prompt to begin with" in run(one_turn(), task, None).error
+    assert "has no prompt" in run(one_turn(), task, None).error
 
 
 def test_tasks_that_json_cannot_say_are_kept_as_text():
@@ -208,7 +208,9 @@ def test_tasks_that_json_cannot_say_are_kept_as_text():
     assert len(run(contract, "x" * 200_000, None).record["metadata"]["task"]) == 65536
 
 
-@pytest.mark.parametrize("limits", [{"turns": 0}, {"tokens": -1}, {"seconds": 0}, {"seconds": float("nan")}])
+@pytest.mark.parametrize(
+    "limits", [{"max_turns": 0}, {"max_tokens": -1}, {"timeout_s": 0}, {"timeout_s": float("nan")}]
+)
 def test_limits_that_allow_nothing_are_refused(limits):
     with pytest.raises(ArgumentError, match="TG-ROLLOUT-025"):
         Limits(**limits)

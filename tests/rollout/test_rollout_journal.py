@@ -20,12 +20,12 @@ def said(session, messages, answer):
     return [*messages, message, {"role": "user", "content": "more \ud800 é"}]
 
 
-def kept(tmp_path, turns=3, text="hi"):
+def kept(tmp_path, max_turns=3, text="hi"):
     journal, session = Journal(tmp_path), Session("a")
     with journal:
-        entry = journal.begin("a", "7")
+        entry = journal.start("a", "7")
         messages = [{"role": "user", "content": text}]
-        for _ in range(turns):
+        for _ in range(max_turns):
             messages = said(session, messages, "yes")
             journal.keep(entry, session)
     return journal, session, entry, messages
@@ -33,25 +33,25 @@ def kept(tmp_path, turns=3, text="hi"):
 
 def test_calls_come_back_as_they_were_and_the_session_goes_on(tmp_path):
     journal, session, entry, messages = kept(tmp_path)
-    session.open({"messages": messages}).lose("it was late")
+    session.open({"messages": messages}).fail("it was late")
     journal.keep(entry, session)
-    [(found, calls, lost)] = Journal(tmp_path).found()
+    [(found, calls, lost)] = Journal(tmp_path).open_sessions()
     assert (found.name, found.group, found.token) == ("a", "7", entry.token)
     assert calls == session.calls
     assert [one["error"] for one in lost] == ["it was late"]
     again = Session("a")
-    again.take_up(calls, lost)
-    assert (again.tokens, again.losses, again.without_ids) == (6, 1, 0)
+    again.restore(calls, lost)
+    assert (again.tokens, again.lost_count, again.without_ids) == (6, 1, 0)
     for one in (session, again):
         said(one, messages, "no")
     assert again.record() == session.record()
     journal.keep(found, again)
-    [(_, calls, _)] = journal.found()
+    [(_, calls, _)] = journal.open_sessions()
     assert calls == session.calls
 
 
 def test_what_requests_share_is_written_once(tmp_path):
-    kept(tmp_path, turns=30, text="x" * 100_000)
+    kept(tmp_path, max_turns=30, text="x" * 100_000)
     [path] = tmp_path.iterdir()
     assert path.stat().st_size < 130_000
 
@@ -61,16 +61,16 @@ def test_a_line_that_was_cut_is_not_there_and_the_next_one_is_whole(tmp_path, cu
     journal, session, _, messages = kept(tmp_path)
     [path] = journal.files
     path.write_bytes(path.read_bytes()[:-cut])
-    [(entry, calls, _)] = journal.found()
+    [(entry, calls, _)] = journal.open_sessions()
     assert calls == session.calls[:2]
     again = Session("a")
-    again.take_up(calls, [])
+    again.restore(calls, [])
     said(again, messages, "no")
     journal.keep(entry, again)
-    [(_, calls, _)] = journal.found()
+    [(_, calls, _)] = journal.open_sessions()
     assert calls == again.calls
     path.write_bytes(b'{"name": "a", "gr')
-    assert (list(journal.found()), journal.files) == ([], [])
+    assert (list(journal.open_sessions()), journal.files) == ([], [])
 
 
 def test_what_is_forgotten_is_not_found_and_a_name_may_come_again(tmp_path):
@@ -79,21 +79,21 @@ def test_what_is_forgotten_is_not_found_and_a_name_may_come_again(tmp_path):
     assert len(journal.files) == 1
     journal.forget({entry.token})
     assert journal.files == []
-    assert journal.begin("a", None).token != entry.token
-    [(found, calls, _)] = journal.found()
+    assert journal.start("a", None).token != entry.token
+    [(found, calls, _)] = journal.open_sessions()
     assert (found.group, calls) == (None, [])
 
 
 def test_all_losses_are_counted_and_the_last_ones_kept(tmp_path):
-    journal, session, entry, messages = kept(tmp_path, turns=1)
+    journal, session, entry, messages = kept(tmp_path, max_turns=1)
     for number in range(2 * LOST_CALLS):
-        session.open({"messages": messages}).lose(str(number))
+        session.open({"messages": messages}).fail(str(number))
         if number % 3 == 0:
             journal.keep(entry, session)
     journal.keep(entry, session)
-    [(_, calls, lost)] = journal.found()
+    [(_, calls, lost)] = journal.open_sessions()
     again = Session("a")
-    again.take_up(calls, lost)
+    again.restore(calls, lost)
     assert again.record() == session.record()
 
 
@@ -103,7 +103,7 @@ def test_all_losses_are_counted_and_the_last_ones_kept(tmp_path):
 def test_a_file_of_somebody_else_is_refused(tmp_path, line):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(FormatError, match=r"TG-ROLLOUT-033.*a\.jsonl"):
-        list(Journal(tmp_path).found())
+        list(Journal(tmp_path).open_sessions())
 
 
 def test_one_proxy_has_a_folder(tmp_path):
@@ -117,7 +117,7 @@ def test_one_proxy_has_a_folder(tmp_path):
 def test_what_could_not_be_written_is_written_by_the_next(tmp_path, monkeypatch):
     import os
 
-    journal, session, entry, messages = kept(tmp_path, turns=1)
+    journal, session, entry, messages = kept(tmp_path, max_turns=1)
     whole = os.write
 
     def full(file, data):
@@ -131,5 +131,5 @@ def test_what_could_not_be_written_is_written_by_the_next(tmp_path, monkeypatch)
     monkeypatch.undo()
     said(session, messages, "again")
     journal.keep(entry, session)
-    [(_, calls, _)] = journal.found()
+    [(_, calls, _)] = journal.open_sessions()
     assert json.dumps(calls) == json.dumps(session.calls)

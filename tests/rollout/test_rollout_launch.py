@@ -38,7 +38,7 @@ def fake(tmp_path, monkeypatch):
     return {
         "python": sys.executable,
         "environment": {"PYTHONPATH": str(tmp_path)},
-        "log": tmp_path / "log",
+        "log_path": tmp_path / "log",
         "name": "m",
     }
 
@@ -98,7 +98,7 @@ import sys, time
 from tracegrad.rollout import launch
 launch.GRACE_S = 0.5
 model, log, path = sys.argv[1:]
-launch.ServerProcess(sys.executable, model, name="m", log=log, environment={"PYTHONPATH": path}).wait(60)
+launch.ServerProcess(sys.executable, model, name="m", log_path=log, environment={"PYTHONPATH": path}).wait(60)
 print("up", flush=True)
 time.sleep(600)
 """
@@ -107,7 +107,7 @@ time.sleep(600)
 def test_a_start_that_takes_long_is_reported(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     lines = []
-    with launch.launch(model=tmp_path / "pids", timeout_s=60, say=lines.append, **fake):
+    with launch.launch(model=tmp_path / "pids", timeout_s=60, log=lines.append, **fake):
         pass
     assert re.fullmatch(r"server   vLLM starts: \d+ s, and is waited for \d+ s more; its log ends: nothing", lines[0])
 

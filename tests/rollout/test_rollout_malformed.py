@@ -275,7 +275,7 @@ def test_a_large_event_in_small_pieces_takes_linear_time():
     events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     data = event(chunk(delta={"content": "y" * 20_000_000}))
     pieces = [data[at : at + 4096] for at in range(0, len(data), 4096)]
-    out = b"".join(b"".join(events.passed(piece)) for piece in pieces)
+    out = b"".join(b"".join(events.feed(piece)) for piece in pieces)
     assert (out, events.chunks) == (data, 1)
 
 
@@ -283,13 +283,13 @@ def test_a_large_event_in_small_pieces_takes_linear_time():
 def test_events_are_found_however_their_bytes_come(cut):
     data = b"data: {}\n\ndata: {}\r\n\r\n: x\r\n\r\ndata: [DONE]\n\n"
     events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
-    passed = [one for at in range(0, len(data), cut) for one in events.passed(data[at : at + cut])]
+    passed = [one for at in range(0, len(data), cut) for one in events.feed(data[at : at + cut])]
     assert passed == [b"data: {}\n\n", b"data: {}\r\n\r\n", b": x\r\n\r\n", b"data: [DONE]\n\n"]
-    assert events.ended() == b""
+    assert events.finish() == b""
 
 
 def test_a_malformed_end_is_malformed_too():
     events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
-    assert list(events.passed(b"data: 5")) == []
+    assert list(events.feed(b"data: 5")) == []
     with pytest.raises(MalformedAnswer, match="not a JSON object: '5'"):
-        events.ended()
+        events.finish()

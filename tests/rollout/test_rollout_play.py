@@ -47,7 +47,7 @@ def test_every_road_gives_a_record_that_aligns_exactly(road, example, order):
     assert trace.rewards == named if named else trace.reward == 1.0
     assert (trace.id, trace.group, played.ended, trace.metadata["turns"]) == ("t1", "g1", "done", 3)
     sequences = tg.align(read(played), stand_in.tokenizer)
-    assert sequences.drift.rate == 0
+    assert sequences.alignment_report.rate == 0
     assert len(sequences.cu_seqlens) == 2
     sampled = [id for call in played.record["calls"] for id in call["response"]["choices"][0]["token_ids"]]
     assert sequences.ids[sequences.trainable].tolist() == sampled
@@ -89,12 +89,12 @@ def test_tools_are_counted_in_the_record(example, order):
 def test_a_limit_ends_tools_and_environments_with_a_score(example, order):
     stand_in = Scripted(example, lambda messages: demonstrations.call_text("price", order.item))
     task = {"prompt": order.messages(), "question": order}
-    played = run(with_tools(shop_tools(order), correct), task, stand_in.chat, limits=Limits(turns=2))
+    played = run(with_tools(shop_tools(order), correct), task, stand_in.chat, limits=Limits(max_turns=2))
     assert (played.record["reward"], played.ended, played.error) == (0.0, "turns", None)
     assert [one["role"] for one in played.completion] == ["assistant", "tool", "assistant"]
-    played = run(with_tools(shop_tools(order), correct, turns=1), task, stand_in.chat)
+    played = run(with_tools(shop_tools(order), correct, max_turns=1), task, stand_in.chat)
     assert (played.ended, len(played.record["calls"])) == ("done", 2)
-    played = run(Clerk, task, stand_in.chat, limits=Limits(tokens=45))
+    played = run(Clerk, task, stand_in.chat, limits=Limits(max_tokens=45))
     assert (played.ended, played.record["rewards"]["correct"]) == ("tokens", 0.0)
     assert sum(len(call["response"]["choices"][0]["token_ids"]) for call in played.record["calls"]) == 45
     assert played.finish_reason == "length"
@@ -105,9 +105,9 @@ def test_a_limit_that_a_contract_does_not_catch_leaves_no_reward(example):
         while True:
             await policy.chat(prompt_of(task))
 
-    played = run(contract, "?", Scripted(example, always("4")).chat, limits=Limits(turns=3))
+    played = run(contract, "?", Scripted(example, always("4")).chat, limits=Limits(max_turns=3))
     assert (played.ended, played.record["reward"], len(played.record["calls"])) == ("turns", None, 3)
-    assert "had its 3 turns" in played.error
+    assert "reached its 3 turns" in played.error
 
 
 def test_instances_made_for_trl_are_used_again_but_not_after_a_failure(example, order):

@@ -53,7 +53,7 @@ def test_the_client_gets_the_bytes_that_it_would_have_got(example, stream, tools
         assert (await bench.ask("/s/one/reward", {"reward": 0.5}))[0] == 200
         traces = tg.Traces.from_records(bench.records)
         sequences = tg.align(traces, bench.scripted.tokenizer)
-        assert sequences.drift.rate == 0
+        assert sequences.alignment_report.rate == 0
         _, _, ids = bench.scripted.message(body)
         assert sequences.ids[sequences.trainable].tolist() == ids
         assert sequences.ids.tolist() == bench.scripted.prompt_ids(body) + ids
@@ -404,6 +404,6 @@ def test_a_server_that_is_not_there_is_502(example):
             headers = {"Authorization": f"Bearer {KEY}"}
             async with client.post(f"{proxy.url}/s/a/v1/chat/completions", json=QUESTION, headers=headers) as answer:
                 assert answer.status == 502
-                assert "cannot be asked" in (await answer.json())["error"]["message"]
+                assert "is not reachable" in (await answer.json())["error"]["message"]
 
     asyncio.run(main())

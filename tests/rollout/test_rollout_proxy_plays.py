@@ -41,7 +41,7 @@ def test_an_agent_that_only_has_a_base_url_is_played(example):
         assert played.error is None
         traces = tg.Traces.from_records([played.record])
         sequences = tg.align(traces, bench.scripted.tokenizer)
-        assert (traces[0].reward, sequences.drift.rate, len(traces[0].generations)) == (1.0, 0, 2)
+        assert (traces[0].reward, sequences.alignment_report.rate, len(traces[0].generations)) == (1.0, 0, 2)
         assert [one["role"] for one in played.completion] == ["assistant", "tool", "assistant"]
         assert bench.records == []
 
@@ -55,9 +55,11 @@ def test_a_limit_of_turns_holds_at_the_address_too(example):
                 await client.chat.completions.create(model="any", messages=QUESTION["messages"])
 
     async def test(bench):
-        played = await run_rollout(chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(turns=3, tokens=1000))
+        played = await run_rollout(
+            chatty, "?", chat=None, proxy=bench.proxy, limits=Limits(max_turns=3, max_tokens=1000)
+        )
         assert (played.ended, played.record["reward"], len(played.record["calls"])) == ("turns", None, 3)
-        assert "has had its 3 turns" in played.error
+        assert "reached its 3 turns" in played.error
         assert bench.scripted.seen[0]["max_tokens"] == 1000
 
     driven(example)(test)

@@ -117,7 +117,7 @@ def test_a_redirect_is_not_followed_as_the_token_would_go_along():
 def test_failures_count_in_a_row_alone():
     turns = iter(range(100))
     found, _, servers = asyncio.run(
-        chatting([lambda request, body: CHAT if next(turns) % 2 else 500], sessions="abcd", failures=2)
+        chatting([lambda request, body: CHAT if next(turns) % 2 else 500], sessions="abcd", max_consecutive_failures=2)
     )
     assert found == [CHAT] * 4
     assert servers.state()[0]["out"] is None
@@ -128,7 +128,7 @@ def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_trie
     stand = StandIn(lambda request, body: 500)
 
     async def run():
-        async with stand, Servers([stand.url], **FAST, retries=2, failures=9) as servers:
+        async with stand, Servers([stand.url], **FAST, retries=2, max_consecutive_failures=9) as servers:
             with pytest.raises(ServerError, match=rf"TG-ROLLOUT-009.*{stand.url}"):
                 await servers.chat(BODY, session="s")
 
@@ -211,7 +211,7 @@ def test_an_answer_that_is_no_answer_is_an_error_and_bounded(answer, said):
 def test_one_of_two_gone_is_left_out_and_its_sessions_move():
     async def run():
         stays, goes = StandIn(), StandIn()
-        async with stays, goes, Servers([goes.url, stays.url], **FAST, failures=2) as servers:
+        async with stays, goes, Servers([goes.url, stays.url], **FAST, max_consecutive_failures=2) as servers:
             await servers.chat(BODY, session="s")
             assert len(goes.seen) == 1
             await goes.__aexit__()
@@ -234,7 +234,7 @@ def test_a_server_that_comes_back_is_asked_again_once_healthy_and_admitted():
     async def run():
         broken = [True]
         stand = StandIn(lambda request, body: 500 if broken[0] else CHAT)
-        async with stand, Servers([stand.url], **FAST, failures=2) as servers:
+        async with stand, Servers([stand.url], **FAST, max_consecutive_failures=2) as servers:
             servers.admission = admission
             asked = asyncio.ensure_future(servers.chat(BODY, session="s"))
             await until(lambda: len(stand.asked("/health")) >= 3)
@@ -251,7 +251,7 @@ def test_all_servers_gone_is_an_error_that_names_each_after_the_time_told():
     async def run():
         async with StandIn() as stand:
             url = stand.url
-        async with Servers([url], **{**FAST, "timeout_s": 2.0}, failures=1) as servers:
+        async with Servers([url], **{**FAST, "timeout_s": 2.0}, max_consecutive_failures=1) as servers:
             with pytest.raises(ServerError, match=rf"TG-ROLLOUT-013.*{url}"):
                 await servers.chat(BODY, session="s")
 
@@ -294,7 +294,7 @@ def test_each_asks_every_server_once_and_tells_what_each_said():
             async with StandIn(lambda request, body: {}) as good, StandIn() as gone:
                 pass
             async with good, Servers([bad.url, no.url, good.url, gone.url], **FAST) as servers:
-                answers = await servers.each("/pause?mode=keep", timeout_s=60)
+                answers = await servers.request_all("/pause?mode=keep", timeout_s=60)
                 assert [answer.ok for answer in answers] == [False, False, True, False]
                 assert [answer.status for answer in answers] == [500, 200, 200, 0]
                 assert bad.seen == [("/pause?mode=keep", None)]
@@ -305,7 +305,12 @@ def test_each_asks_every_server_once_and_tells_what_each_said():
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("localhost:8000", "no URL"), ("ftp://a", "no URL"), ("http://a:x", "no URL"), ("http://u:p@a", "password")],
+    [
+        ("localhost:8000", "TG-ROLLOUT-002"),
+        ("ftp://a", "TG-ROLLOUT-002"),
+        ("http://a:x", "TG-ROLLOUT-001"),
+        ("http://u:p@a", "password"),
+    ],
 )
 def test_urls_are_checked(url, said):
     with pytest.raises(ArgumentError, match=said):
@@ -325,7 +330,7 @@ def test_arguments_are_checked():
     for arguments in [[], "http://a", ["http://a", "http://a/v1"]]:
         with pytest.raises(ArgumentError):
             Servers(arguments, model="m")
-    for bad in [{"timeout_s": 0}, {"failures": 0}, {"timeout_s": float("inf")}]:
+    for bad in [{"timeout_s": 0}, {"max_consecutive_failures": 0}, {"timeout_s": float("inf")}]:
         with pytest.raises(ArgumentError, match="TG-ROLLOUT-007"):
             Servers(["http://a"], model="m", **bad)
 

@@ -76,7 +76,7 @@ def test_a_call_says_its_version_and_that_it_came_back_under_another():
 
 def test_a_record_without_calls_and_one_with_lost_calls_are_read():
     session = Session("a")
-    session.open(asked("?")).lose("the server is gone")
+    session.open(asked("?")).fail("the server is gone")
     record = session.record(group="g", messages=asked("?")["messages"], failure={"words": "gone"})
     [trace] = tg.Traces.from_records([record])
     assert np.isnan(tg.Traces.from_records([record]).reward[0])
@@ -88,7 +88,7 @@ def test_a_record_without_calls_and_one_with_lost_calls_are_read():
 def test_lost_calls_are_bounded_and_counted():
     session = Session("a")
     for number in range(40):
-        session.open(asked("?")).lose(f"lost {number}")
+        session.open(asked("?")).fail(f"lost {number}")
     lost = session.record()["lost_calls"]
     assert (lost["count"], len(lost["last"]), lost["last"][-1]["error"]) == (40, 16, "lost 39")
 
@@ -137,7 +137,7 @@ def test_a_conversation_of_tools_aligns_as_sampled_with_no_drift(example):
     assert len(session.calls) == 3
     traces = tg.Traces.from_records([session.record(rewards={"correct": 1.0, "short": None})])
     sequences = tg.align(traces, stand_in.tokenizer)
-    assert sequences.drift.rate == 0
+    assert sequences.alignment_report.rate == 0
     assert len(sequences.cu_seqlens) == 2
     sampled = [id for call in session.calls for id in call["response"]["choices"][0]["token_ids"]]
     assert sequences.ids[sequences.trainable].tolist() == sampled
@@ -157,11 +157,11 @@ def test_limits_of_turns_and_tokens(example):
         for _ in range(times):
             await one.chat([{"role": "user", "content": "?"}])
 
-    one = policy(stand_in, turns=2)
+    one = policy(stand_in, max_turns=2)
     with pytest.raises(LimitReached, match=r"TG-ROLLOUT-055.*2"):
         asyncio.run(talk(one, 3))
     assert (one.ended, len(one.session.calls)) == ("turns", 2)
-    one = policy(stand_in, tokens=20)
+    one = policy(stand_in, max_tokens=20)
     with pytest.raises(LimitReached, match=r"TG-ROLLOUT-056.*20"):
         asyncio.run(talk(one, 9))
     assert one.session.tokens == 20

@@ -93,7 +93,7 @@ def test_turns_with_tools_are_one_branch_by_tokens_and_fork_by_chat(policy, orde
         assert found.error is None
         assert [one["role"] for one in found.completion] == ["assistant", "tool", "assistant", "tool", "assistant"]
         sequences = tg.align(read(found), policy.tokenizer)
-        assert sequences.drift.rate == 0
+        assert sequences.alignment_report.rate == 0
         branches[by] = sequences.branches
         if by == "tokens":
             calls = found.record["calls"]
@@ -102,7 +102,7 @@ def test_turns_with_tools_are_one_branch_by_tokens_and_fork_by_chat(policy, orde
             last = calls[-1]["response"]
             assert sequences.ids.tolist() == last["prompt_token_ids"] + last["choices"][0]["token_ids"]
             assert np.nanmax(np.abs(sequences.rollout_logprobs + 0.5)) == 0
-            assert set(sequences.drift.table()) <= {"R01 noncanonical_bpe", "R13 toolcall_reformatted"}
+            assert set(sequences.alignment_report.table()) <= {"R01 noncanonical_bpe", "R13 toolcall_reformatted"}
     assert branches == {"tokens": 1, "chat": 3}
 
 
@@ -235,14 +235,14 @@ def test_limits_hold_on_the_road_of_tokens_too(policy, order):
         while True:
             messages += [await asked.chat(messages), {"role": "user", "content": "more"}]
 
-    found = played(policy, on_and_on, order.messages(), limits=Limits(turns=3))
+    found = played(policy, on_and_on, order.messages(), limits=Limits(max_turns=3))
     assert (found.ended, len(found.record["calls"])) == ("turns", 3)
     policy.seen.clear()
-    played(policy, on_and_on, order.messages(), limits=Limits(tokens=20))
+    played(policy, on_and_on, order.messages(), limits=Limits(max_tokens=20))
     asked = [body["sampling_params"]["max_tokens"] for path, body in policy.seen if path == GENERATE]
     assert asked == [20, 11, 2]
 
 
 def test_a_run_that_asks_for_neither_road_is_refused():
     with pytest.raises(ArgumentError, match="TG-ONLINE-021"):
-        RolloutConfig(ids="token")  # type: ignore[arg-type]
+        RolloutConfig(input="token")  # type: ignore[arg-type]

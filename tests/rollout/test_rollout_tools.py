@@ -166,8 +166,8 @@ def test_calls_are_answered_wherever_they_run(run):
     answers = called(tools, *arguments)
     assert answers == ["25.0", '{"stock": 3, "item": "châle"}', '{"error": "KeyError: \'x\'"}']
     assert tools.counts == {"called": 2, "raised": 1}
-    assert tools.failures["raised"].where.endswith("in price")
-    assert "test_rollout_tools.py" in tools.failures["raised"].where
+    assert tools.failures["raised"].location.endswith("in price")
+    assert "test_rollout_tools.py" in tools.failures["raised"].location
     tools.close()
 
 
@@ -275,7 +275,7 @@ def test_a_late_tool_is_told_counted_and_located(run, function):
     if function is hang and run != "process":
         asyncio.run(until(lambda: ended))  # before the next test
     assert tools.counts == {"late": 1}
-    assert f"in {function.__name__}" in tools.failures["late"].where
+    assert f"in {function.__name__}" in tools.failures["late"].location
     tools.close()
 
 

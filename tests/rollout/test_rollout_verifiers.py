@@ -98,7 +98,7 @@ class Address:
 
 def played(contract, tasks, seconds=120.0):
     async def main():
-        limits = Limits(seconds=seconds)
+        limits = Limits(timeout_s=seconds)
         plays = (run_rollout(contract, task, chat=None, proxy=Address(), limits=limits) for task in tasks)
         return await asyncio.gather(*plays)
 
@@ -128,7 +128,7 @@ def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
     async def main():
         contract = made()
         await contract({"task": 0}, SimpleNamespace(base_url="http://127.0.0.1:9", key="a key"))  # it has begun
-        late = await run_rollout(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(seconds=3.0))
+        late = await run_rollout(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(timeout_s=3.0))
         await until((tmp_path / "cancelled").exists)
         return late
 
@@ -138,8 +138,8 @@ def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
 def test_a_process_that_ends_fails_what_it_played_and_is_started_again(made):
     async def main():
         contract = made()
-        one = await run_rollout(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(seconds=120))
-        two = await run_rollout(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(seconds=120))
+        one = await run_rollout(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
+        two = await run_rollout(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
         return one, two
 
     one, two = asyncio.run(main())
@@ -166,4 +166,4 @@ def test_what_cannot_be_started_is_said(made):
     with pytest.raises(ArgumentError, match=r"TG-ROLLOUT-049.*clerk"):
         tg.rollout.verifiers("clerk", python="/nowhere/python").tasks()
     [failed] = played(made("gone"), [{"task": 0}])
-    assert "verifiers cannot play gone: ModuleNotFoundError" in failed.error
+    assert "verifiers cannot run gone: ModuleNotFoundError" in failed.error

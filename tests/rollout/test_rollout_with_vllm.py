@@ -123,8 +123,8 @@ def is_json(call):
 
 ROADS = {
     "environment": Clerk,
-    "tools": with_tools(lambda task: shop_tools(task["question"]), correct, turns=3),
-    "trl": trl_environment(TrlShop, turns=3),
+    "tools": with_tools(lambda task: shop_tools(task["question"]), correct, max_turns=3),
+    "trl": trl_environment(TrlShop, max_turns=3),
     "urllib": by_urllib,
     "openai": by_openai,
     "stream": by_stream,
@@ -138,7 +138,7 @@ def played(server):
 
     async def main():
         async with Servers([server], model="clerk") as servers, Proxy(server, model="clerk") as proxy:
-            options = {"chat": servers.chat, "proxy": proxy, "limits": Limits(turns=4, seconds=300)}
+            options = {"chat": servers.chat, "proxy": proxy, "limits": Limits(max_turns=4, timeout_s=300)}
             options |= {"sampling": SAMPLING, "version": lambda: 5}
             jobs = [
                 run_rollout(
@@ -191,7 +191,7 @@ def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, mod
     assert len(mine) == PROMPTS * SAMPLES
     assert [one.error for one in mine if one.error] == []
     traces, sequences = aligned([one.record for one in mine], example)
-    assert sequences.drift.rate == 0
+    assert sequences.alignment_report.rate == 0
     assert len(sequences.cu_seqlens) - 1 == len(traces) + sum(map(forks, traces))
     assert all("calls_without_ids" not in trace.metadata for trace in traces)
     sampled = [id for trace in traces for one in trace.generations for id in one.token_ids.tolist()]
@@ -288,7 +288,7 @@ def test_completions_responses_and_messages_are_recorded_as_they_come(server, ex
         (f"{name}-{stream}", 1) for name in ("completions", "responses", "messages") for stream in (False, True)
     ]
     texts = tg.align(traces[:2], tg.Tokenizer.from_pretrained(example / "model"))
-    assert texts.drift.rate == 0
+    assert texts.alignment_report.rate == 0
     assert not np.isnan(texts.rollout_logprobs[texts.trainable]).any()
 
 
@@ -324,7 +324,7 @@ def test_a_client_that_closes_early_stops_the_server(server, example):
 def test_a_judge_that_knows_nothing_gives_scores_or_none_but_never_something_else(server):
     async def main():
         async with Servers([server], model="clerk") as servers:
-            free = Judge(servers.chat, structured=False, sampling={"max_tokens": 64})
+            free = Judge(servers.chat, json_schema=False, sampling={"max_tokens": 64})
             formed = Judge(servers.chat, sampling={"max_tokens": 400, "temperature": 1.0}, votes=2)
             return await free.score(GROUP[:2]), await formed.score(GROUP[:2])
 

@@ -49,9 +49,9 @@ def trained(traces, tmp_path_factory):
     return folder / "run" / "checkpoint"
 
 
-def train(traces, model, out, *, objective=presets.DAPO, tokenizer=None, say=lambda _: None, **changes):
+def train(traces, model, out, *, objective=presets.DAPO, tokenizer=None, log=lambda _: None, **changes):
     chosen = told(**{**LORA, **changes})
-    given = {"tokenizer": tokenizer, "sinks": (), "say": say}
+    given = {"tokenizer": tokenizer, "sinks": (), "log": log}
     return trainer.train(traces, model, objective=objective, out=out, config=chosen, **given)
 
 
@@ -101,9 +101,9 @@ def test_a_checkpoint_of_adapters_is_the_policy_that_was_saved(trained, traces, 
 def test_a_run_goes_on_with_the_adapters_and_its_reference_is_the_model_without_them(trained, traces, tmp_path):
     said: list[str] = []
     objective = with_kl(presets.DAPO, 0.05)
-    done = train(traces, load_model(trained), tmp_path / "more", objective=objective, say=said.append)
+    done = train(traces, load_model(trained), tmp_path / "more", objective=objective, log=said.append)
     assert any("adapters are trained further" in each for each in said)
-    assert done.rows[1]["kl"] > 1e-3  # a model that had just become its own reference would have none
+    assert done.rows[1]["kl_ref"] > 1e-3  # a model that had just become its own reference would have none
     before, after = (load_file(each / "adapter_model.safetensors") for each in (trained, done.checkpoint))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], value) for name, value in after.items())
@@ -132,10 +132,10 @@ def test_an_online_run_starts_from_adapters(tmp_path):
 
     chosen = config.update(PLAYED, [("train.lora_rank", 4), ("optimizer.lr", 5e-2)])
     plain = config.update(chosen, [("train.lora_rank", 0)])
-    options = {"objective": presets.DAPO_DIRECT, "agent": agent, "sinks": (), "say": lambda _: None}
+    options = {"objective": presets.DAPO_DIRECT, "agent": agent, "sinks": (), "log": lambda _: None}
     how = {
-        "online": online.OnlineConfig(steps=2, steps_ahead=0, refill=1),
-        "play": online.RolloutConfig(samples=4, max_tokens=12, turns=1),
+        "online": online.OnlineConfig(steps=2, steps_ahead=0, max_resample_factor=1),
+        "rollout": online.RolloutConfig(group_size=4, max_tokens=12, max_turns=1),
     }
     first = {**options, "config": chosen, **how, "out": tmp_path / "first"}
     more = {**options, "config": plain, **how, "out": tmp_path / "more"}
@@ -143,7 +143,7 @@ def test_an_online_run_starts_from_adapters(tmp_path):
         found = online.train(MODEL, questions(count=8), servers=[server.url], **first)
     with PolicyServer() as server:
         again = online.train(found.checkpoint, questions(count=8), servers=[server.url], **more)
-    assert max(row["sync_max"] for row in again.rows) < 1e-4
+    assert max(row["weight_check/max"] for row in again.rows) < 1e-4
     before, after = (load_file(each.checkpoint / "adapter_model.safetensors") for each in (found, again))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], value) for name, value in after.items())
@@ -157,7 +157,7 @@ def test_a_server_that_is_started_for_adapters_is_given_the_model_below_them_and
     how = {
         "python": str(python),
         "config": PLAYED,
-        "online": online.OnlineConfig(steps=1, sync="lora"),
+        "online": online.OnlineConfig(steps=1, weight_sync="lora"),
         "out": tmp_path / "o",
     }
     with pytest.raises(ServerError):

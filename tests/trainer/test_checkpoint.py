@@ -129,7 +129,7 @@ def test_a_full_disk_is_one_error_and_leaves_the_checkpoint_before(run):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # a file past 4 KiB fails to write, as on a full disk
     try:
-        with pytest.raises(TracegradError, match=r"step-00000002: .*not written; those before it are as they were"):
+        with pytest.raises(TracegradError, match=r"TG-TRAIN-014: .*step-00000002: "):
             save(run, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

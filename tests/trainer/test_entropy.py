@@ -14,7 +14,7 @@ ADAPT = AdaptiveEntropy(target=0.5, delta=0.1, low=0.05, high=0.3)
 
 
 def control(coef=0.1, adapt=ADAPT):
-    return EntropyController(replace(presets.DAPO, entropy=EntropyBonus(coef, gated=False, adapt=adapt)))
+    return EntropyController(replace(presets.DAPO, entropy=EntropyBonus(coef, masked=False, adapt=adapt)))
 
 
 def test_the_coefficient_rises_below_the_target_and_falls_above_it_within_its_bounds():
@@ -36,7 +36,7 @@ def test_the_bonus_applies_only_after_a_step_at_or_below_the_target():
 
 
 def test_a_gated_bonus_looks_at_kept_terms_alone():
-    seen = EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, gated=True, adapt=ADAPT)))
+    seen = EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, masked=True, adapt=ADAPT)))
     seen.update([0.2, 9.0], [True, False])
     assert seen.last == 0.2
     seen.update([0.2, 9.0], [False, False])
@@ -60,7 +60,7 @@ def test_a_state_goes_through_a_checkpoint():
 
 def test_a_bonus_of_zero_that_cannot_rise_is_refused():
     with pytest.raises(ArgumentError, match=r"TG-ARGS-013.*coefficient.*0.*does.*adapt"):
-        EntropyBonus(0.0, gated=False)
+        EntropyBonus(0.0, masked=False)
 
 
 def test_the_controller_is_that_of_trl():

@@ -33,23 +33,23 @@ def traces():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_trains_and_its_gradient_does_not_depend_on_the_cut(traces, tmp_path, name):
     objective = getattr(presets, name)
-    common = {"objective": objective, "train__epochs": 1, "optimizer__lr": 1e-3, "pack__step_groups": 4}
-    done, wide = run(traces, tmp_path / "wide", pack__token_budget=512, **common)
+    common = {"objective": objective, "train__epochs": 1, "optimizer__lr": 1e-3, "train__groups_per_step": 4}
+    done, wide = run(traces, tmp_path / "wide", pack__tokens_per_row=512, **common)
     assert done.step == 2
     before = tiny_model().state_dict()
     assert any(not torch.equal(before[key], value) for key, value in wide.items())
-    if objective.per_microbatch:
+    if objective.microbatch_components:
         return
-    _, narrow = run(traces, tmp_path / "narrow", pack__token_budget=24, **common)
+    _, narrow = run(traces, tmp_path / "narrow", pack__tokens_per_row=24, **common)
     for key, value in wide.items():
         torch.testing.assert_close(narrow[key], value, rtol=1e-4, atol=2e-5)
 
 
 def test_a_bonus_and_penalties_with_their_own_denominators_train_too(traces, tmp_path):
     per_trace = Reduce("trace", "mean")
-    penalty = Penalty(Ratio("theta", "ref"), "k3", 0.1, gated=False, weighted=False, reduce=per_trace)
+    penalty = Penalty(Ratio("theta", "ref"), "k3", 0.1, masked=False, weighted=False, reduce=per_trace)
     objective = replace(
-        presets.DAPO, penalties=(penalty,), entropy=EntropyBonus(0.5, gated=False, reduce=Reduce("token"))
+        presets.DAPO, penalties=(penalty,), entropy=EntropyBonus(0.5, masked=False, reduce=Reduce("token"))
     )
     done, with_bonus = run(traces, tmp_path / "a", objective=objective, optimizer__lr=1e-2)
     plain, _ = run(traces, tmp_path / "b", objective=replace(objective, entropy=None), optimizer__lr=1e-2)
@@ -58,7 +58,7 @@ def test_a_bonus_and_penalties_with_their_own_denominators_train_too(traces, tmp
 
 
 def test_an_adapting_bonus_resumes_where_it_was(traces, tmp_path):
-    entropy = EntropyBonus(0.01, gated=True, adapt=AdaptiveEntropy(target=10.0, delta=0.02, high=0.5))
+    entropy = EntropyBonus(0.01, masked=True, adapt=AdaptiveEntropy(target=10.0, delta=0.02, high=0.5))
     objective = with_kl(replace(presets.DAPO, entropy=entropy), 0.01)
     done, parameters = run(traces, tmp_path / "whole", objective=objective)
     coefs = [row["entropy_coef"] for row in done.rows[1:]]
@@ -70,6 +70,6 @@ def test_an_adapting_bonus_resumes_where_it_was(traces, tmp_path):
 
 
 def test_the_proximal_needs_no_pass_for_old(traces, tmp_path):
-    done, _ = run(traces, tmp_path / "a3po", objective=presets.A3PO, train__updates_per_old=2)
+    done, _ = run(traces, tmp_path / "a3po", objective=presets.A3PO, train__updates_per_old_logprobs=2)
     assert "old" not in done.seconds
     assert all(np.isfinite(row["loss"]) for row in done.rows[1:])

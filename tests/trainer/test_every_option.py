@@ -85,7 +85,7 @@ def logprob_kind(folder: Path) -> None:
 
 def server_profile(folder: Path) -> None:
     found = aligned(folder, turn("It costs 3.", **known()), server_profile="sglang")
-    assert found.drift.server_profiles == {"sglang": 1}
+    assert found.alignment_report.server_profiles == {"sglang": 1}
 
 
 def sampling_defaults(folder: Path) -> None:
@@ -112,10 +112,10 @@ def text_only(folder: Path) -> None:
     assert aligned(folder, turn("It costs 3."), text_only=True).trainable.sum() == len(ids())
 
 
-def lenient(folder: Path) -> None:
+def allow_unknown_ids(folder: Path) -> None:
     """Two tokens show a sign of four bytes that the vocabulary has in three: its ids stand there untrained."""
     entries = [{"token": text, "logprob": -0.5} for text in ("I", "t", "", "😀", "3")]
-    found = aligned(folder, turn("It😀3", logprobs={"content": entries}), lenient=True)
+    found = aligned(folder, turn("It😀3", logprobs={"content": entries}), allow_unknown_ids=True)
     assert found.trainable[-6:].tolist() == [True, True, False, False, False, True]
 
 
@@ -196,7 +196,9 @@ def reward_weights(_: Path) -> None:
 
 def several(_: Path) -> None:
     """Each reward by its group's mean and deviation (n - 1), weighed and summed, and the sums of all likewise."""
-    found = with_two_rewards(advantage__several="normalize_then_sum", advantage__scale="std").advantages[:6]
+    found = with_two_rewards(
+        advantage__multi_objective_aggregation="normalize_then_sum", advantage__scale="std"
+    ).advantages[:6]
     third, root = math.sqrt(1 / 3), math.sqrt(2) / 2  # deviations of 1 0 0 and of 30 0: 0.577 and 21.2
     right = [2 / 3 / third, -1 / 3 / third, -1 / 3 / third, 1 / 3 / third, -2 / 3 / third, 1 / 3 / third]
     short = [0.0, 1.0, -1.0, root, 0.0, -root]
@@ -205,26 +207,26 @@ def several(_: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-3)
     for told_ in ({"advantage__scale": "none"}, {"advantage__scale": "std", "filter__zero_truncated": True}):
         with pytest.raises(ArgumentError, match="normalize_then_sum"):
-            with_two_rewards(advantage__several="normalize_then_sum", **told_)
+            with_two_rewards(advantage__multi_objective_aggregation="normalize_then_sum", **told_)
 
 
 def holdout(_: Path) -> None:
-    assert fed(data__holdout=0.5).held.sum() == GROUPS * SIZE / 2
+    assert fed(data__holdout=0.5).held_out.sum() == GROUPS * SIZE / 2
 
 
-def token_budget(_: Path) -> None:
-    rows = [len(batch.ids) for batch in fed(pack__token_budget=16).steps(0)[0].batches]
+def tokens_per_row(_: Path) -> None:
+    rows = [len(batch.ids) for batch in fed(pack__tokens_per_row=16).steps(0)[0].batches]
     assert max(rows) <= 16  # twelve branches of 7 to 12 tokens: at most two of them a row
     assert 6 <= len(rows) <= 12
 
 
-def step_groups(_: Path) -> None:
-    assert len(fed(pack__step_groups=4).steps(0)) == 3
+def groups_per_step(_: Path) -> None:
+    assert len(fed(train__groups_per_step=4).steps(0)) == 3
 
 
 def too_long(_: Path) -> None:
     lengths = np.diff(data().cu_seqlens)
-    cut = fed(pack__token_budget=9, pack__too_long="truncate").steps(0)
+    cut = fed(pack__tokens_per_row=9, pack__too_long="truncate").steps(0)
     assert sum(map(len, cut)) == (np.minimum(lengths, 9) - PROMPT).sum() < (lengths - PROMPT).sum()
 
 
@@ -238,7 +240,7 @@ def share_prefixes(_: Path) -> None:
 
 
 def skip_zero_weight(_: Path) -> None:
-    steps = fed(rewards([1.0, 0.0], [0, 0]), pack__skip_zero_weight=True, pack__step_groups=GROUPS + 1).steps(0)
+    steps = fed(rewards([1.0, 0.0], [0, 0]), pack__skip_zero_weight=True, train__groups_per_step=GROUPS + 1).steps(0)
     assert [len(np.unique(step.trace)) for step in steps] == [2]  # of the others each has its group's mean
 
 
@@ -263,8 +265,8 @@ def ddof(_: Path) -> None:
     assert found == pytest.approx([2 / math.sqrt(1.5), *[-1 / math.sqrt(1.5)] * 2, 0], rel=1e-3, abs=1e-3)
 
 
-def singleton(_: Path) -> None:
-    assert advantages([3.0, 1.0, 0.0], [0, 1, 1], singleton="keep")[:1] == [3.0]
+def single_sample_group(_: Path) -> None:
+    assert advantages([3.0, 1.0, 0.0], [0, 1, 1], single_sample_group="keep")[:1] == [3.0]
 
 
 # --- runs ---
@@ -277,22 +279,22 @@ OPTIMIZER = {
     "weight_decay": 0.2,
     "grad_clip": 0.02,
 }
-SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay": 0.5, "floor": 0.25}
+SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay_ratio": 0.5, "min_lr_ratio": 0.25}
 RESTARTED = {"name": "cosine_with_restarts", "warmup_ratio": 0.2, "kwargs": '{"num_cycles": 2}'}
 CADENCE = {
     "train__epochs": 2,
     "train__seed": 7,
-    "train__updates_per_old": 2,
-    "train__missing": "neutral",
+    "train__updates_per_old_logprobs": 2,
+    "train__missing_logprobs": "ratio_one",
     "train__dtype": "bf16",
-    "train__off_policy_value_per_epoch": 1,
-    "train__log_to": "tensorboard",
-    "train__memory": "balanced",
-    "checkpoint__every": 2,
+    "eval__ope_per_epoch": 1,
+    "train__report_to": "tensorboard",
+    "train__memory_mode": "balanced",
+    "checkpoint__every_steps": 2,
     "checkpoint__keep": 3,
 }
-SPOILING = {"train__epochs": 9, "train__off_policy_value_per_epoch": 99, "data__holdout": 0.3, "stop__worse": True}
-SPOILING |= {"optimizer__lr": 3e-3, "pack__step_groups": 6}
+SPOILING = {"train__epochs": 9, "eval__ope_per_epoch": 99, "data__holdout": 0.3, "stop__ope_falls": True}
+SPOILING |= {"optimizer__lr": 3e-3, "train__groups_per_step": 6}
 RUNS: dict[str, Callable[[Path], Any]] = {
     "cadence": lambda out: watched(traces(), out, **CADENCE),
     "adamw": lambda out: watched(traces(), out, **{f"optimizer__{name}": value for name, value in OPTIMIZER.items()}),
@@ -305,12 +307,12 @@ RUNS: dict[str, Callable[[Path], Any]] = {
         train__max_steps=8,
         **{f"schedule__{name}": value for name, value in RESTARTED.items()},
     ),
-    "repeated": lambda out: watched(traces(), out, train__updates_per_old=2, train__iterations=3),
-    "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2),
-    "mixed": lambda out: watched(traces(), out, objective=KL, train__ref_every=2, train__ref_mixup_alpha=0.25),
+    "repeated": lambda out: watched(traces(), out, train__updates_per_old_logprobs=2, train__iterations=3),
+    "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_sync_steps=2),
+    "mixed": lambda out: watched(traces(), out, objective=KL, train__ref_sync_steps=2, train__ref_mixup_alpha=0.25),
     "adapters": lambda out: watched(traces(), out, objective=KL, train__lora_rank=2),
     "spoiling": lambda out: watched(spoilt(), out, objective=presets.DAPO_DIRECT, **SPOILING),
-    "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, stop__below_ess=0.9999),
+    "drifting": lambda out: watched(data(), out, optimizer__lr=3e-2, stop__min_ope_ess=0.9999),
 }
 
 
@@ -359,7 +361,7 @@ def max_steps(run: Any) -> None:
     """The third epoch, of three steps each, ends after two of them, and the value is measured there."""
     assert (run.done.total, len(run.steps)) == (8, 8)
     assert [row["epoch"] for row in run.done.rows if "epoch" in row] == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert "off_policy_value" in run.done.rows[-1]
+    assert "ope" in run.done.rows[-1]
 
 
 def iterations(run: Any) -> None:
@@ -390,14 +392,14 @@ def seed(run: Any) -> None:
     feed = TrainingData.of(run.data, presets.DAPO, told())
     plan, order = Schedule(3, epochs=2, seed=7), []
     for epoch in range(2):
-        expected = replace(feed, held=held, used=~held).steps(plan.shuffle_seed(epoch))
+        expected = replace(feed, held_out=held, eligible=~held).steps(plan.shuffle_seed(epoch))
         for step, own in zip(expected, run.steps[3 * epoch : 3 * epoch + 3], strict=True):
             assert np.array_equal(step.origin, own.step.origin)
         order.append([set(step.trace.tolist()) for step in expected])
     assert order[0] != order[1]
 
 
-def updates_per_old(run: Any) -> None:
+def updates_per_old_logprobs(run: Any) -> None:
     """Before steps 1, 3 and 5 `old` is measured: theta is old there, and has moved one step later."""
     away = [float(np.abs(step.outcome.ratio - 1).max()) for step in run.steps]
     assert max(away[::2]) < 1e-4 < min(away[1::2])
@@ -415,11 +417,11 @@ def dtype(run: Any) -> None:
     assert {step.precision for step in run.steps} == {torch.bfloat16}
 
 
-def off_policy_value_per_epoch(run: Any) -> None:
-    assert [row["step"] for row in run.done.rows if "off_policy_value" in row] == [0, 3, 6]
+def ope_per_epoch(run: Any) -> None:
+    assert [row["step"] for row in run.done.rows if "ope" in row] == [0, 3, 6]
 
 
-def log_to(run: Any) -> None:
+def report_to(run: Any) -> None:
     pytest.importorskip("tensorboard")
     assert list((run.out / "tensorboard").glob("events*"))
 
@@ -436,14 +438,14 @@ def checkpoint_keep(run: Any) -> None:
     assert len(list_checkpoints(run.out)) == 3
 
 
-def stop_below_ess(run: Any) -> None:
-    assert run.done.stopped == "ess"
+def min_ope_ess(run: Any) -> None:
+    assert run.done.stopped == "ope_ess"
     assert run.done.step < run.done.total
 
 
 def stop_worse(run: Any) -> None:
-    assert run.done.stopped == "worse"
-    assert run.done.best < run.done.step < run.done.total
+    assert run.done.stopped == "ope_falls"
+    assert run.done.best_step < run.done.step < run.done.total
 
 
 def lora_rank(run: Any) -> None:
@@ -451,7 +453,7 @@ def lora_rank(run: Any) -> None:
     assert {shape[0] for shape in down.values()} == {2}
 
 
-def ref_every(run: Any) -> None:
+def ref_sync_steps(run: Any) -> None:
     """The reference of steps 1 and 2 is the model they began with, that of step 3 the policy after two of them."""
     assert len(run.steps) == 3
     for step, reference in zip(run.steps, (0, 0, 2), strict=True):
@@ -532,7 +534,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.sampling_defaults": (None, sampling_defaults),
     "data.accept_truncated_sampling": (None, accept_truncated_sampling),
     "data.text_only": (None, text_only),
-    "data.lenient": (None, lenient),
+    "data.allow_unknown_ids": (None, allow_unknown_ids),
     "data.reward": (None, reward),
     "data.reward_weights": (None, reward_weights),
     "data.holdout": (None, holdout),
@@ -541,18 +543,18 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
     **{f"filter.{of.__name__}": (None, of) for of in OF_FILTER},
     **{f"filter.{end}_{name}": (None, by_trace) for end in ("min", "max") for name in ("reward", "turns")},
-    **{f"filter.{name}": (None, by_trace) for name in ("worst_tier", "max_lag")},
-    **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target", "horizon")},
-    "pack.token_budget": (None, token_budget),
-    "pack.step_groups": (None, step_groups),
+    **{f"filter.{name}": (None, by_trace) for name in ("worst_level", "max_staleness")},
+    **{f"reward_kl.{name}": (None, reward_kl) for name in ("coef", "kind", "cap", "target_kl", "horizon")},
+    "pack.tokens_per_row": (None, tokens_per_row),
+    "train.groups_per_step": (None, groups_per_step),
     "pack.too_long": (None, too_long),
     "pack.share_prefixes": (None, share_prefixes),
     "pack.skip_zero_weight": (None, skip_zero_weight),
     "advantage.baseline": (None, baseline),
     "advantage.scale": (None, scale),
     "advantage.ddof": (None, ddof),
-    "advantage.several": (None, several),
-    "advantage.singleton": (None, singleton),
+    "advantage.multi_objective_aggregation": (None, several),
+    "advantage.single_sample_group": (None, single_sample_group),
     **{f"optimizer.{name}": ("adamw", adamw) for name in OPTIMIZER},
     "optimizer.grad_clip": ("adamw", grad_clip),
     **{f"schedule.{name}": ("scheduled", schedule) for name in SCHEDULE},
@@ -561,28 +563,28 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "train.iterations": ("repeated", iterations),
     "train.epochs": ("cadence", epochs),
     "train.seed": ("cadence", seed),
-    "train.updates_per_old": ("cadence", updates_per_old),
-    "train.missing": ("cadence", missing),
+    "train.updates_per_old_logprobs": ("cadence", updates_per_old_logprobs),
+    "train.missing_logprobs": ("cadence", missing),
     "train.device": (None, device),
     "train.dtype": ("cadence", dtype),
     "attention.implementation": (None, attention),
-    "train.off_policy_value_per_epoch": ("cadence", off_policy_value_per_epoch),
-    "stop.below_ess": ("drifting", stop_below_ess),
-    "stop.worse": ("spoiling", stop_worse),
-    "train.log_to": ("cadence", log_to),
-    "train.memory": ("cadence", memory),
+    "eval.ope_per_epoch": ("cadence", ope_per_epoch),
+    "stop.min_ope_ess": ("drifting", min_ope_ess),
+    "stop.ope_falls": ("spoiling", stop_worse),
+    "train.report_to": ("cadence", report_to),
+    "train.memory_mode": ("cadence", memory),
     "train.compile": (None, compiles),
     "train.lora_rank": ("adapters", lora_rank),
-    "train.ref_every": ("renewed", ref_every),
+    "train.ref_sync_steps": ("renewed", ref_sync_steps),
     "train.ref_mixup_alpha": ("mixed", ref_mixup_alpha),
     "train.ref_model": (None, ref_model),
-    "train.timeout": (None, timeout),
+    "train.timeout_s": (None, timeout),
     "parallel.mode": (None, mode),
-    "checkpoint.every": ("cadence", checkpoint_every),
+    "checkpoint.every_steps": ("cadence", checkpoint_every),
     "checkpoint.keep": ("cadence", checkpoint_keep),
-    "images.tower": (None, images_tower),
-    "terms.keep": (None, terms_kept),
-    "terms.megabytes": (None, terms_megabytes),
+    "images.vision_encoder": (None, images_tower),
+    "token_log.mode": (None, terms_kept),
+    "token_log.max_mb": (None, terms_megabytes),
     "objective.preset": (None, preset),
     "objective.overrides": (None, overrides),
 }

@@ -24,14 +24,14 @@ def test_old_is_refreshed_each_epoch_unless_told_otherwise():
     each_epoch = Schedule(3, epochs=2)
     assert [s for s in range(6) if each_epoch.refreshes_old(s)] == [0, 3]
     assert list(each_epoch.window(4)) == [4, 5]
-    often = Schedule(3, epochs=2, updates_per_old=4)
+    often = Schedule(3, epochs=2, updates_per_old_logprobs=4)
     assert [s for s in range(6) if often.refreshes_old(s)] == [0, 4]
     assert list(often.window(4)) == [4, 5]  # the run ends before the window does
 
 
 def test_value_is_measured_before_the_first_step_and_at_each_epochs_end():
-    plan = Schedule(10, epochs=2, off_policy_value_per_epoch=4)
-    measured = [taken for taken in range(plan.total + 1) if plan.measures_value(taken)]
+    plan = Schedule(10, epochs=2, ope_per_epoch=4)
+    measured = [taken for taken in range(plan.total + 1) if plan.evaluates(taken)]
     assert measured == [0, 3, 5, 8, 10, 13, 15, 18, 20]
 
 
@@ -42,19 +42,19 @@ def test_batches_are_repeated_as_trls_sampler_repeats_them(packed, size, times):
     sampler = utils.RepeatSampler(
         range(packed), mini_repeat_count=1, batch_size=size, repeat_count=times, shuffle=False
     )
-    plan = Schedule(packed * times, updates_per_old=size, iterations=times)
-    assert [plan.packed(step) for step in range(plan.total)] == list(sampler)
+    plan = Schedule(packed * times, updates_per_old_logprobs=size, iterations=times)
+    assert [plan.packed_index(step) for step in range(plan.total)] == list(sampler)
     starts = [step for step in range(plan.total) if plan.refreshes_old(step)]
     assert starts == list(range(0, packed * times, size * times))
-    assert [plan.packed(step) for step in plan.window(starts[-1])] == list(range(packed - size, packed))
+    assert [plan.packed_index(step) for step in plan.window(starts[-1])] == list(range(packed - size, packed))
 
 
 def test_a_last_batch_that_is_smaller_is_repeated_as_often():
-    plan = Schedule(15, epochs=2, updates_per_old=2, iterations=3)  # of 5 packed steps
-    assert [plan.packed(step) for step in range(15)] == [0, 1] * 3 + [2, 3] * 3 + [4] * 3
+    plan = Schedule(15, epochs=2, updates_per_old_logprobs=2, iterations=3)  # of 5 packed steps
+    assert [plan.packed_index(step) for step in range(15)] == [0, 1] * 3 + [2, 3] * 3 + [4] * 3
     assert [step for step in range(30) if plan.refreshes_old(step)] == [0, 6, 12, 15, 21, 27]
     assert [list(plan.window(step)) for step in (0, 12, 15)] == [[0, 1], [12], [15, 16]]
-    assert [plan.refreshed(step) for step in (5, 14, 20, 26)] == [0, 12, 15, 21]
+    assert [plan.last_refresh(step) for step in (5, 14, 20, 26)] == [0, 12, 15, 21]
 
 
 def test_a_run_may_end_within_an_epoch():
@@ -62,7 +62,7 @@ def test_a_run_may_end_within_an_epoch():
     plan = Schedule.of(config, 3)
     assert (plan.total, plan.epochs, plan.epoch_of(6)) == (7, 3, 2)
     assert plan.saves(7)
-    assert plan.measures_value(7)
+    assert plan.evaluates(7)
     assert Schedule.of(load(overrides=[("train.max_steps", 4), ("train.iterations", 2)]), 3).epochs == 1
 
 
@@ -81,7 +81,7 @@ def test_value_is_the_weighted_reward_with_a_delta_interval_worked_by_hand():
     assert value.ess_fraction == pytest.approx(0.8)
     assert value.recorded == 0.5
     assert (value.low, value.high) == (0.0, 1.0)  # with one degree of freedom t is 12.7
-    assert not value.known
+    assert not value.is_reliable
 
 
 def test_the_interval_counts_four_more_traces_at_the_ends_of_the_range_worked_by_hand():
@@ -119,15 +119,15 @@ def logged(weights, rewards, size=4):
 )
 def test_a_value_is_known_if_no_weight_is_clamped_and_enough_traces_are_left(weights, rewards, known):
     found = logged(weights, rewards)
-    assert found.known is known
-    assert found.row()["off_policy_value_known"] == known
+    assert found.is_reliable is known
+    assert found.row()["ope_reliable"] == known
     assert min(rewards) <= found.low <= found.value <= found.high <= max(rewards)
 
 
 def test_a_single_group_has_no_interval():
     found = logged(np.ones(40), [1, 0] * 20, size=40)
     assert math.isnan(found.low)
-    assert not found.known
+    assert not found.is_reliable
 
 
 @pytest.mark.parametrize(("groups", "t"), [(2, 12.706), (11, 2.2281), (31, 2.0423), (32, 2.0395), (101, 1.9840)])
@@ -160,7 +160,7 @@ def test_without_a_held_out_trace_value_is_unknown():
     nothing = np.zeros(0, np.float32)
     value = estimate(nothing, nothing, np.zeros(0, np.int64), nothing, np.zeros(0, np.int64))
     assert math.isnan(value.value)
-    assert not value.known
+    assert not value.is_reliable
 
 
 def test_the_interval_of_value_covers_in_nineteen_of_twenty():

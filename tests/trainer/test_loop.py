@@ -72,7 +72,7 @@ def test_one_update_is_that_of_plain_torch_on_padded_rows(traces):
 def test_the_update_does_not_depend_on_how_the_step_was_cut(traces, preset):
     objective, found = presets.find(preset), []
     for budget in (13, 64, 4096):
-        step = TrainingData.of(traces, objective, told(data__holdout=0, pack__token_budget=budget)).steps(0)[0]
+        step = TrainingData.of(traces, objective, told(data__holdout=0, pack__tokens_per_row=budget)).steps(0)[0]
         model = tiny_model(5)
         step = step.with_logprobs(old=compute_logprobs(tiny_model(1), step.batches))
         optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -87,12 +87,12 @@ def test_training_makes_the_better_samples_likelier_and_value_rise(traces, tmp_p
         sampled(tiny_model(), groups=40, size=6), tmp_path, train__epochs=3, data__holdout=0.2, optimizer__lr=5e-3
     )
     first, last = done.rows[0], done.rows[-1]
-    assert first["off_policy_value"] == pytest.approx(
-        first["off_policy_value_recorded"], abs=1e-4
+    assert first["ope"] == pytest.approx(
+        first["ope_recorded_reward"], abs=1e-4
     )  # theta is the policy that was recorded
-    assert last["off_policy_value"] > first["off_policy_value"] + 0.01
+    assert last["ope"] > first["ope"] + 0.01
     assert last["logprob_good"] - last["logprob_bad"] > first["logprob_good"] - first["logprob_bad"]
-    assert last["off_policy_value_ess_fraction"] < first["off_policy_value_ess_fraction"] == pytest.approx(1, abs=1e-4)
+    assert last["ope_ess_fraction"] < first["ope_ess_fraction"] == pytest.approx(1, abs=1e-4)
 
 
 def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
@@ -103,11 +103,21 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
             name for name in row if not name.startswith("correction/") and not {name, name.split("/")[0]} & named
         } == set()
     assert metrics.read_rows(tmp_path / "metrics.jsonl") == done.rows
-    assert done.rows[1]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
-    told = {"ess", "ess_count", "mismatch_p50", "weight_p99_9", "kl_rollout_old_k3_se", "chi2_trace", "perplexity_gap"}
+    assert done.rows[1]["kl_ref"] == pytest.approx(0, abs=1e-6)  # the reference is the starting model
+    told = {
+        "token_ess",
+        "token_ess_count",
+        "old_rollout_ratio_p50",
+        "weight_p99_9",
+        "kl_rollout_old_k3_se",
+        "chi2_trace",
+        "perplexity_gap",
+    }
     assert told | {"gradient_largest_trace", "gradient_share_positive", "reward_std"} <= set(done.rows[1])
-    assert done.rows[1]["mismatch_mean"] == pytest.approx(1, abs=1e-4)  # the model is the one that was recorded
-    assert done.rows[-1]["kl"] > 0
+    assert done.rows[1]["old_rollout_ratio_mean"] == pytest.approx(
+        1, abs=1e-4
+    )  # the model is the one that was recorded
+    assert done.rows[-1]["kl_ref"] > 0
 
 
 def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
@@ -133,18 +143,18 @@ def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
     [
         pytest.param(6, {}, presets.DAPO, marks=pytest.mark.nightly),
         (4, {}, presets.DAPO),  # the end of an epoch: old is due
-        (3, {"train__updates_per_old": 5, "checkpoint__every": 2}, presets.GRPO),
+        (3, {"train__updates_per_old_logprobs": 5, "checkpoint__every_steps": 2}, presets.GRPO),
         (1, {"schedule__warmup_steps": 5, "optimizer__weight_decay": 0.1}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
         pytest.param(0, {}, presets.DAPO, marks=pytest.mark.nightly),
         # Batches of two packed steps, each trained three times: step 4 is within the second time of the first batch.
-        (3, {"train__updates_per_old": 2, "train__iterations": 3, "train__epochs": 1}, presets.DAPO),
+        (3, {"train__updates_per_old_logprobs": 2, "train__iterations": 3, "train__epochs": 1}, presets.DAPO),
         pytest.param(5, {"train__max_steps": 7}, presets.DAPO, marks=pytest.mark.nightly),
-        (4, {"train__updates_per_old": 2, "train__iterations": 2, "train__max_steps": 7}, presets.GRPO),
+        (4, {"train__updates_per_old_logprobs": 2, "train__iterations": 2, "train__max_steps": 7}, presets.GRPO),
         # Mixed after steps 2, 4 and 6; at step 2 before the mixture was measured.
-        (3, {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
+        (3, {"train__ref_sync_steps": 2, "train__ref_mixup_alpha": 0.4}, algebra.with_kl(presets.GRPO_DIRECT, 0.05)),
         pytest.param(
             2,
-            {"train__ref_every": 2, "train__ref_mixup_alpha": 0.4},
+            {"train__ref_sync_steps": 2, "train__ref_mixup_alpha": 0.4},
             algebra.with_kl(presets.GRPO_DIRECT, 0.05),
             marks=pytest.mark.nightly,
         ),
@@ -172,7 +182,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, st
     assert again.seconds["train"] >= cut.seconds.get("train", 0)  # what the process before spent is in it
     for one, other in zip(whole.terms, again.terms, strict=True):  # of the last epoch, for the report
         assert all(np.array_equal(vars(one)[name], value) for name, value in vars(other).items())
-    held = ("off_policy_value", "logprob_")  # not measured at the step after which the run was stopped
+    held = ("ope", "logprob_")  # not measured at the step after which the run was stopped
     names = {name for row in without_times(whole.rows) for name in row if not name.startswith(held)}
     for one, other in zip(whole.rows, again.rows, strict=True):
         assert {k: one.get(k) for k in names} == {k: other.get(k) for k in names}
@@ -186,7 +196,7 @@ def test_sigterm_stops_after_the_step_too(traces, tmp_path):
 
 def test_a_finished_run_can_be_given_more_of_max_steps(traces, tmp_path):
     """The first run ends within the iterations of a batch; the second goes on there, into the next epoch."""
-    how = {"train__updates_per_old": 2, "train__iterations": 2}
+    how = {"train__updates_per_old_logprobs": 2, "train__iterations": 2}
     _, parameters = run(traces, tmp_path / "whole", train__max_steps=9, **how)
     ended, _ = run(traces, tmp_path / "more", train__max_steps=3, **how)
     assert (ended.stopped, ended.step) == ("done", 3)
@@ -206,14 +216,14 @@ def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(tr
     done, _ = run(
         traces,
         tmp_path,
-        stop__below_ess=0.9,
+        stop__min_ope_ess=0.9,
         optimizer__lr=0.05,
         data__holdout=0.3,
-        train__off_policy_value_per_epoch=99,
+        eval__ope_per_epoch=99,
     )
-    assert done.stopped == "ess"
+    assert done.stopped == "ope_ess"
     assert done.step < done.total
-    assert done.rows[-1]["off_policy_value_ess_fraction"] < 0.9 <= done.rows[-2]["off_policy_value_ess_fraction"]
+    assert done.rows[-1]["ope_ess_fraction"] < 0.9 <= done.rows[-2]["ope_ess_fraction"]
     assert done.checkpoint.name == f"step-{done.step:08d}"
 
 
@@ -223,19 +233,19 @@ def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(tra
     how = {
         "objective": presets.DAPO_DIRECT,
         "data__holdout": 0.3,
-        "train__off_policy_value_per_epoch": 99,
+        "eval__ope_per_epoch": 99,
         "train__epochs": 6,
     }
     on, _ = run(other, tmp_path / "on", **how)
-    done, _ = run(other, tmp_path / "a", stop__worse=True, **how)
-    assert (on.stopped, done.stopped) == ("done", "worse")
-    assert done.best < done.step < done.total
-    assert done.rows[-1]["off_policy_value"] < done.rows[done.best]["off_policy_value"]
+    done, _ = run(other, tmp_path / "a", stop__ope_falls=True, **how)
+    assert (on.stopped, done.stopped) == ("done", "ope_falls")
+    assert done.best_step < done.step < done.total
+    assert done.rows[-1]["ope"] < done.rows[done.best_step]["ope"]
     assert done.checkpoint.name == f"step-{done.step:08d}"
-    run(other, tmp_path / "b", stop__worse=True, sinks=[SignalAfter(done.step - 1)], **how)
-    again, _ = run(other, tmp_path / "b", resume=True, stop__worse=True, **how)
-    assert (again.stopped, again.step) == ("worse", done.step)
-    better, _ = run(traces, tmp_path / "c", stop__worse=True, **how)
+    run(other, tmp_path / "b", stop__ope_falls=True, sinks=[SignalAfter(done.step - 1)], **how)
+    again, _ = run(other, tmp_path / "b", resume=True, stop__ope_falls=True, **how)
+    assert (again.stopped, again.step) == ("ope_falls", done.step)
+    better, _ = run(traces, tmp_path / "c", stop__ope_falls=True, **how)
     assert better.step > done.step
 
 
@@ -289,21 +299,21 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
         version=np.array([-1, 3, 3, 5, -1, -1], np.int32),
         tier=np.array([255, 0, 0, 2, 255, 2], np.uint8),
     )
-    [step] = pack(two, [1.0, -1.0], token_budget=16)
-    assert step.lag(5).tolist() == [2, 2, 0, -1]
+    [step] = pack(two, [1.0, -1.0], tokens_per_row=16)
+    assert step.staleness(5).tolist() == [2, 2, 0, -1]
     ones = np.ones(4, np.float32)
     outcome = StepResult(
         0.0, 0.0, Correction(ones, ones > 0, ones, {}), -ones, ones, ones, ones < 0, step.advantages, ones, ones > 0
     )
-    found = off_policy(step, outcome, 5).named()
-    assert {name: found[name] for name in found if name.startswith("known_terms/")} == {
-        "known_terms/turn_0": 3,
-        "known_terms/turn_1": 1,
-        "known_terms/tier_T0": 2,
-        "known_terms/tier_T2": 2,
-        "known_terms/lag_0": 1,
-        "known_terms/lag_2": 2,
-        "known_terms/lag_unknown": 1,
+    found = off_policy(step, outcome, 5).values()
+    assert {name: found[name] for name in found if name.startswith("tokens_with_rollout_logprob/")} == {
+        "tokens_with_rollout_logprob/turn_0": 3,
+        "tokens_with_rollout_logprob/turn_1": 1,
+        "tokens_with_rollout_logprob/tier_T0": 2,
+        "tokens_with_rollout_logprob/tier_T2": 2,
+        "tokens_with_rollout_logprob/lag_0": 1,
+        "tokens_with_rollout_logprob/lag_2": 2,
+        "tokens_with_rollout_logprob/lag_unknown": 1,
     }
 
 
@@ -315,7 +325,7 @@ def test_metrics_are_worked_by_hand():
     two = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], [nan, -1, -2, nan, nan], [0, 1, 1, 0, 1], group=[0, 0])
     from tracegrad.packing import pack
 
-    [step] = pack(two, [1.0, 0.0], token_budget=16)
+    [step] = pack(two, [1.0, 0.0], tokens_per_row=16)
     step = step.with_logprobs(old=np.array([-1.0, -1.0, -1.0], np.float32))
     keep = np.array([True, True, False])
     outcome = StepResult(
@@ -330,26 +340,26 @@ def test_metrics_are_worked_by_hand():
         weight=np.ones(3, np.float32),
         keep=keep,
     )
-    found = tally(step, outcome, presets.DAPO).means() | off_policy(step, outcome).named()
+    found = tally(step, outcome, presets.DAPO).means() | off_policy(step, outcome).values()
     assert found["entropy"] == 3.0
-    assert found["frac_old_logprobs_valid"] == pytest.approx(2 / 3)
+    assert found["rollout_logprob_coverage"] == pytest.approx(2 / 3)
     assert found["mean_importance_ratio"] == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)  # theta - rollout: 0.5, 1
-    assert found["kl_rollout"] == pytest.approx(((np.exp(0.5) - 1 - 0.5) + (np.exp(1.0) - 1 - 1.0)) / 2)
-    assert found["rollout_gap"] == pytest.approx(0.75)
-    assert found["kl_old"] == pytest.approx(
+    assert found["kl_rollout_theta"] == pytest.approx(((np.exp(0.5) - 1 - 0.5) + (np.exp(1.0) - 1 - 1.0)) / 2)
+    assert found["trainer_rollout_logprob_diff_mean"] == pytest.approx(0.75)
+    assert found["kl_old_theta"] == pytest.approx(
         ((np.exp(0.5) - 1.5) + 0 + (np.exp(-2.0) + 1)) / 3
     )  # theta - old: 0.5, 0, -2
     assert found["ratio_mean"] == pytest.approx((np.exp(0.5) + 0.5) / 2)
     assert found["ratio_max"] == pytest.approx(np.exp(0.5))
     assert found["clip_fraction"] == pytest.approx(1 / 3)
-    assert found["clip_fraction_any"] == pytest.approx(2 / 3)  # one above and one below the bounds
+    assert found["clip_fraction_unsigned"] == pytest.approx(2 / 3)  # one above and one below the bounds
     assert found["frac_zero_advantage"] == 0.5
 
 
 def test_bf16_rounds_the_forward_pass_and_keeps_float32_parameters(traces, tmp_path):
     done, parameters = run(traces, tmp_path, train__dtype="bf16", train__epochs=1)
     assert {value.dtype for value in parameters.values()} == {torch.float32}
-    assert 1e-5 < done.rows[1]["rollout_gap"] < 0.05
+    assert 1e-5 < done.rows[1]["trainer_rollout_logprob_diff_mean"] < 0.05
     assert done.rows[1]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # theta and old are rounded alike
 
 
@@ -370,7 +380,7 @@ def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_
         run(foreign, tmp_path)
     done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)
     assert done.stopped == "done"
-    assert 0 < done.rows[1]["frac_old_logprobs_valid"] < 1
+    assert 0 < done.rows[1]["rollout_logprob_coverage"] < 1
 
 
 def test_no_trace_at_all_is_said_and_sent_to_the_doctor():
@@ -398,27 +408,27 @@ def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
         logprob_kind=np.ones(traces.traces, np.uint8),
         temperature=np.full(traces.traces, 0.7, np.float32),
     )
-    assert "measures mismatch" in TrainingData.of(warm, presets.DAPO, told()).notes[0]
+    assert "measures the mismatch" in TrainingData.of(warm, presets.DAPO, told()).notes[0]
 
 
 def test_how_long_an_old_stays_follows_the_number_of_passes_and_is_said(traces):
     def feed(objective=presets.DAPO, **changes):
-        return TrainingData.of(traces, objective, told(**{"pack__step_groups": 4, **changes}))
+        return TrainingData.of(traces, objective, told(**{"train__groups_per_step": 4, **changes}))
 
     def said(found):
-        return [note for note in found.notes if "--train.updates_per_old" in note]
+        return [note for note in found.notes if "train.updates_per_old_logprobs" in note]
 
     def refreshed(found):
         return [step for step in range(8) if found.plan(5).refreshes_old(step)]
 
     one, several = feed(train__epochs=1), feed(train__epochs=3)
-    assert "before each update, as there is one pass" in said(one)[0]
-    assert "stays for an epoch, as there are 3 passes" in said(several)[0]
+    assert "before every update" in said(one)[0]
+    assert "once per epoch" in said(several)[0]
     assert (refreshed(one), refreshed(several)) == ([*range(8)], [0, 5])
-    by_hand = feed(train__epochs=1, train__updates_per_old=2)
+    by_hand = feed(train__epochs=1, train__updates_per_old_logprobs=2)
     assert (said(by_hand), refreshed(by_hand)) == ([], [0, 2, 4, 6])
     assert refreshed(feed(presets.A3PO, train__epochs=1)) == [0, 5]  # its proximal is of the epoch's beginning
-    assert not said(feed(train__epochs=1, pack__step_groups=1000))  # one step, whose old it is
+    assert not said(feed(train__epochs=1, train__groups_per_step=1000))  # one step, whose old it is
     assert not said(feed(presets.DAPO_DIRECT, train__epochs=1))
 
 
@@ -431,18 +441,18 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
     holes = replace(traces, rollout_logprobs=some)
     assert "have no recorded logprob" in TrainingData.of(holes, presets.DAPO, told()).notes[0]
     done, _ = run(holes, tmp_path)
-    assert done.rows[1]["frac_old_logprobs_valid"] == pytest.approx(0.9, abs=0.02)
-    assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["terms"], rel=0.02)
+    assert done.rows[1]["rollout_logprob_coverage"] == pytest.approx(0.9, abs=0.02)
+    assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["tokens_trained"], rel=0.02)
     with pytest.raises(ArgumentError, match="TG-OBJ-020"):
-        run(holes, tmp_path / "n", objective=presets.DAPO_DIRECT, train__missing="neutral")
+        run(holes, tmp_path / "n", objective=presets.DAPO_DIRECT, train__missing_logprobs="ratio_one")
 
 
 @pytest.mark.parametrize(
     ("objective", "changes", "said"),
     [
-        (presets.DAPO_DIRECT, {"train__updates_per_old": 3}, "takes no old logprobs"),
-        (presets.WEIGHTED_SFT, {"train__missing": "refuse"}, "takes no rollout logprobs"),
-        (presets.DAPO, {"data__holdout": 0, "stop__below_ess": 0.1}, "value is not measured"),
+        (presets.DAPO_DIRECT, {"train__updates_per_old_logprobs": 3}, r"train\.updates_per_old_logprobs"),
+        (presets.WEIGHTED_SFT, {"train__missing_logprobs": "error"}, r"train\.missing_logprobs"),
+        (presets.DAPO, {"data__holdout": 0, "stop__min_ope_ess": 0.1}, r"stop\.min_ope_ess.*data\.holdout"),
         (presets.DAPO, {"advantage__ddof": 0}, "advantage.scale is none"),
         (presets.DAPO, {"advantage__baseline": "none", "advantage__scale": "std"}, "advantage.baseline is none"),
         (presets.DAPO, {"advantage__baseline": "rloo", "advantage__scale": "std"}, "advantage.baseline is rloo"),
@@ -499,6 +509,6 @@ def test_held_out_traces_are_not_trained_on(traces):
     feed = TrainingData.of(traces, presets.DAPO, told(data__holdout=0.25))
     trained = np.unique(np.concatenate([step.trace for step in feed.steps(0)]))
     [rows] = feed.held_pieces()
-    measured = np.unique(feed.held_part(rows).step.trace)
+    measured = np.unique(feed.pack_held_out(rows).step.trace)
     assert sorted([*trained, *measured]) == list(range(traces.traces))
     assert len(np.unique(traces.group[measured])) == 6

@@ -22,7 +22,8 @@ from tracegrad.trainer.steps import TrainingData
 from training_runs import run, told, without_times
 
 GATED = replace(
-    presets.GRPO, gates=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.99, high=1.01),)
+    presets.GRPO,
+    rejections=(Rejection(Ratio("old", "rollout"), level=Aggregation("trace", "mean"), low=0.99, high=1.01),),
 )
 """Drops the terms of many traces before a logprob of theta is known."""
 
@@ -51,9 +52,9 @@ def test_a_group_is_masked_for_the_rewards_of_what_was_not_cut_off(traces):
     first, *others = members = np.flatnonzero(traces.group == 1)
     rewards[members], rewards[first], ending[first] = 0.25, 1.0, 2
     cut = replace(traces, ending=ending, rewards=rewards)
-    both = told(filter__mask_even=True, filter__truncated=True, data__holdout=0)
+    both = told(filter__mask_zero_std_groups=True, filter__mask_truncated=True, data__holdout=0)
     assert TrainingData.of(cut, presets.DR_GRPO, both).masked[members].all()
-    alone = TrainingData.of(cut, presets.DR_GRPO, told(filter__mask_even=True, data__holdout=0))
+    alone = TrainingData.of(cut, presets.DR_GRPO, told(filter__mask_zero_std_groups=True, data__holdout=0))
     assert not alone.masked[members].any()
     ending[members[:-1]] = 2  # one that is left alone has none to be equal to
     lone = TrainingData.of(replace(cut, ending=ending), presets.DR_GRPO, both)
@@ -63,36 +64,40 @@ def test_a_group_is_masked_for_the_rewards_of_what_was_not_cut_off(traces):
 def test_a_trace_that_keeps_its_reward_is_of_no_even_group(traces):
     group = traces.group.copy()
     group[0] = 10_000
-    for singleton in ("keep", "zero"):
-        told_ = told(filter__even_groups=True, advantage__singleton=singleton, data__holdout=0)
-        assert TrainingData.of(replace(traces, group=group), presets.DR_GRPO, told_).taken[0] == (singleton == "keep")
+    for kept in ("keep", "zero"):
+        told_ = told(filter__drop_zero_std_groups=True, advantage__single_sample_group=kept, data__holdout=0)
+        assert TrainingData.of(replace(traces, group=group), presets.DR_GRPO, told_).count_eligible[0] == (
+            kept == "keep"
+        )
 
 
 def test_masks_that_leave_nothing_are_said(traces):
     near = replace(traces, rewards=(traces.rewards * np.float32(1e-3)).astype(np.float32))
-    with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.mask_even.*92"):
-        TrainingData.of(near, presets.DR_GRPO, told(filter__mask_even=True, filter__tolerance=0.1))
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.mask_zero_std_groups.*92"):
+        TrainingData.of(near, presets.DR_GRPO, told(filter__mask_zero_std_groups=True, filter__zero_std_tolerance=0.1))
 
 
 def test_a_trace_that_may_have_been_cut_off_is_not_guessed(traces):
-    masking = told(filter__truncated=True)
+    masking = told(filter__mask_truncated=True)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-071.*0.*91"):
         TrainingData.of(traces, presets.DR_GRPO, masking)
-    held = TrainingData.of(traces, presets.DR_GRPO, told()).held
+    held = TrainingData.of(traces, presets.DR_GRPO, told()).held_out
     only_held = np.where(held, 0, 1).astype(np.uint8)
     assert not TrainingData.of(replace(traces, ending=only_held), presets.DR_GRPO, masking).masked.any()
-    with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.truncated"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-097.*filter\.mask_truncated"):
         TrainingData.of(replace(traces, ending=np.full(traces.traces, 2, np.uint8)), presets.DR_GRPO, masking)
 
 
 def test_a_step_of_which_all_was_cut_off_moves_nothing(traces, tmp_path):
     ending = np.where(traces.group < traces.group.max(), 2, 1).astype(np.uint8)
-    told_ = {"filter__truncated": True, "pack__step_groups": 1, "data__holdout": 0, "train__epochs": 1}
+    told_ = {"filter__mask_truncated": True, "train__groups_per_step": 1, "data__holdout": 0, "train__epochs": 1}
     done, _ = run(replace(traces, ending=ending), tmp_path, objective=presets.DR_GRPO, **told_)
-    rows = [row for row in done.rows if "terms" in row]
+    rows = [row for row in done.rows if "tokens_trained" in row]
     assert len(rows) == len(np.unique(traces.group))
-    assert [row["step"] for row in rows if row["grad_norm"] > 0] == [row["step"] for row in rows if row["terms"]]
-    assert sum(row["terms"] > 0 for row in rows) == 1
+    assert [row["step"] for row in rows if row["grad_norm"] > 0] == [
+        row["step"] for row in rows if row["tokens_trained"]
+    ]
+    assert sum(row["tokens_trained"] > 0 for row in rows) == 1
 
 
 def parameters(found):
@@ -145,7 +150,7 @@ def test_rows_padded_to_one_length_train_the_same_and_padding_is_no_token(traces
 
 def test_nothing_can_be_left_out_under_an_ungated_entropy_bonus(traces, tmp_path):
     bonus = with_entropy(presets.GRPO, 0.05)
-    bonus = replace(bonus, entropy=replace(bonus.entropy, gated=False))
+    bonus = replace(bonus, entropy=replace(bonus.entropy, masked=False))
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-085.*pack\.skip_zero_weight.*entropy"):
         run(traces, tmp_path, objective=bonus, pack__skip_zero_weight=True)
 
@@ -161,10 +166,10 @@ def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, sa
 def test_held_out_traces_stay_whatever_a_filter_says():
     found = sampled(tiny_model())
     feed = TrainingData.of(
-        found, presets.DR_GRPO, told(data__holdout=0.25, filter__min_reward=0.5, advantage__singleton="zero")
+        found, presets.DR_GRPO, told(data__holdout=0.25, filter__min_reward=0.5, advantage__single_sample_group="zero")
     )
-    assert feed.held.sum() == found.traces / 4
-    assert np.array_equal(feed.used, ~feed.held & (found.reward >= 0.5))
+    assert feed.held_out.sum() == found.traces / 4
+    assert np.array_equal(feed.eligible, ~feed.held_out & (found.reward >= 0.5))
 
 
 def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_no_lag():
@@ -174,8 +179,8 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
     version[found.terms[-1]] = -1
     some = replace(found, rewards=rewards, version=version)
     for most in (0, 5):
-        how = told(data__holdout=0, filter__min_reward=0.001, filter__max_lag=most, pack__step_groups=100)
-        used = TrainingData.of(some, presets.DR_GRPO, how).used
+        how = told(data__holdout=0, filter__min_reward=0.001, filter__max_staleness=most, train__groups_per_step=100)
+        used = TrainingData.of(some, presets.DR_GRPO, how).eligible
         assert used[0]
         assert not used[-1]
 
@@ -183,7 +188,7 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"filter__max_lag": 3}, "TG-TRAIN-070"),
+        ({"filter__max_staleness": 3}, "TG-TRAIN-070"),
         ({"filter__min_reward": 7.0}, r"TG-TRAIN-076.*96.*filter\.min_reward"),
         ({"filter__min_turns": 1}, r"TG-CONFIG-010.*filter\.min_turns.*1"),
         ({"filter__min_turns": -1}, r"TG-CONFIG-010.*filter\.min_turns.*-1"),
@@ -193,8 +198,8 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
             {"filter__min_reward": 1.0, "filter__max_reward": 0.5},
             r"TG-CONFIG-010.*filter\.max_reward.*0\.5.*min_reward",
         ),
-        ({"filter__max_lag": -2}, r"TG-CONFIG-010.*filter\.max_lag.*-2"),
-        ({"filter__worst_tier": "T7"}, r"TG-CONFIG-003.*filter\.worst_tier.*T7"),
+        ({"filter__max_staleness": -2}, r"TG-CONFIG-010.*filter\.max_staleness.*-2"),
+        ({"filter__worst_level": "T7"}, r"TG-CONFIG-003.*filter\.worst_level.*T7"),
     ],
 )
 def test_a_filter_that_cannot_work_is_refused(how, said):

@@ -1,4 +1,4 @@
-"""`train.memory`: what recomputed layers cost and give, and the chunk of logits that a forecast counts."""
+"""`train.memory_mode`: what recomputed layers cost and give, and the chunk of logits that a forecast counts."""
 
 import copy
 

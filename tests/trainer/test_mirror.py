@@ -35,10 +35,10 @@ def files():
     system.pseudo_dirs[:] = [""]
 
 
-def run(out, *, resume=False, say=lambda _: None, **changes):
+def run(out, *, resume=False, log=lambda _: None, **changes):
     model = tiny_model(0)
-    given = {"objective": presets.DAPO, "out": out, "sinks": (), "say": say, "resume": resume}
-    options = told(checkpoint__every=1, train__epochs=1, **changes)
+    given = {"objective": presets.DAPO, "out": out, "sinks": (), "log": log, "resume": resume}
+    options = told(checkpoint__every_steps=1, train__epochs=1, **changes)
     done = train(sampled(tiny_model(), groups=12), model, config=options, **given)
     return done, vector(model)
 
@@ -53,27 +53,27 @@ def test_what_changed_is_sent_what_is_gone_is_removed_and_checkpoints_go_their_o
     for name in ("metrics.jsonl", "terms/one", "terms/half.tmp", "checkpoints/x"):
         (mirror.path / name).write_text("1")
     (mirror.path / "link").symlink_to(mirror.path / "metrics.jsonl")
-    mirror.push()
-    assert mirror.names() == {"metrics.jsonl": 1, "terms/one": 1}
+    mirror.sync()
+    assert mirror.remote_files() == {"metrics.jsonl": 1, "terms/one": 1}
     files.pipe("/runs/a/metrics.jsonl", b"of another")
     (mirror.path / "terms" / "one").unlink()
     (mirror.path / "terms" / "two").write_text("22")
-    mirror.push()
-    assert mirror.names() == {"metrics.jsonl": 10, "terms/two": 2}  # what did not change is not sent again
+    mirror.sync()
+    assert mirror.remote_files() == {"metrics.jsonl": 10, "terms/two": 2}  # what did not change is not sent again
     other = RunDirectory("memory://runs/a")
-    other.bring(other.names())
+    other.download(other.remote_files())
     assert (other.path / "terms" / "two").read_text() == "22"
     (other.path / "metrics.jsonl").unlink()
-    other.push()
-    assert mirror.names() == {"terms/two": 2}
-    assert mirror.named(mirror.path / "terms" / "two") == "memory://runs/a/terms/two"
+    other.sync()
+    assert mirror.remote_files() == {"terms/two": 2}
+    assert mirror.address_of(mirror.path / "terms" / "two") == "memory://runs/a/terms/two"
 
 
 def test_a_folder_of_this_machine_is_left_as_it_is(tmp_path):
     mirror = RunDirectory(tmp_path)
     (tmp_path / "a").write_text("1")
-    mirror.push()
-    assert (mirror.path, mirror.address, mirror.named(tmp_path / "a")) == (tmp_path, "", "")
+    mirror.sync()
+    assert (mirror.path, mirror.address, mirror.address_of(tmp_path / "a")) == (tmp_path, "", "")
     assert RunDirectory(f"file://{tmp_path}").path == tmp_path
     assert RunDirectory.of(mirror) is mirror
 
@@ -103,15 +103,15 @@ def test_a_place_without_room_is_said(monkeypatch, tmp_path):
     mirror.share(tmp_path / "none")
     (tmp_path / "none").write_text("a file")
     with pytest.raises(ReadError, match="TG-STORE-025"):
-        mirror.bring(["b/c"])
+        mirror.download(["b/c"])
 
 
 # --- runs ---
 
 
 def test_a_run_at_an_address_is_that_of_a_folder_and_goes_on_from_an_empty_machine(files, tmp_path):
-    wanted, _ = run(tmp_path / "whole", train__updates_per_old=1)
-    done, _ = run("memory://runs/b", train__updates_per_old=1)
+    wanted, _ = run(tmp_path / "whole", train__updates_per_old_logprobs=1)
+    done, _ = run("memory://runs/b", train__updates_per_old_logprobs=1)
     assert done.address == f"memory://runs/b/checkpoints/step-{wanted.step:08d}"
     assert (done.checkpoint / "model.safetensors").read_bytes() == (
         wanted.checkpoint / "model.safetensors"
@@ -125,7 +125,7 @@ def test_a_run_at_an_address_is_that_of_a_folder_and_goes_on_from_an_empty_machi
 
 
 def test_a_run_that_stands_at_an_address_is_not_overwritten_and_is_taken_up(files, tmp_path):
-    wanted, parameters = run(tmp_path / "whole", pack__step_groups=4)
+    wanted, parameters = run(tmp_path / "whole", train__groups_per_step=4)
 
     class Full(Exception):
         pass
@@ -139,16 +139,16 @@ def test_a_run_that_stands_at_an_address_is_not_overwritten_and_is_taken_up(file
             pass
 
     model = tiny_model(0)
-    options = told(checkpoint__every=1, train__epochs=1, pack__step_groups=4)
-    given = {"objective": presets.DAPO, "out": "memory://runs/a", "config": options, "say": lambda _: None}
+    options = told(checkpoint__every_steps=1, train__epochs=1, train__groups_per_step=4)
+    given = {"objective": presets.DAPO, "out": "memory://runs/a", "config": options, "log": lambda _: None}
     with pytest.raises(Full):
         train(sampled(tiny_model(), groups=12), model, sinks=[Sink()], **given)
     files.pipe("/runs/a/checkpoints/step-00000002/resume/state/x", b"half")  # killed while it sent
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-037.*memory://runs/a.*step-00000001"):
-        run("memory://runs/a", pack__step_groups=4)
+        run("memory://runs/a", train__groups_per_step=4)
     assert files.exists("/runs/a/checkpoints/step-00000002/resume/state/x")
     said = []
-    done, found = run("memory://runs/a", resume=True, say=said.append, pack__step_groups=4)
+    done, found = run("memory://runs/a", resume=True, log=said.append, train__groups_per_step=4)
     assert any("resumed after step 1 of" in line for line in said)
     assert (found == parameters).all()
     assert [row["step"] for row in done.rows] == [row["step"] for row in wanted.rows]
@@ -179,7 +179,16 @@ def test_an_address_that_takes_nothing_ends_the_run_with_what_it_says(files, mon
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_command_leaves_everything_at_the_address_and_resumes_there(files, example, group, capsys):
-    flags = ["--pack.step_groups", "1", "--pack.token_budget", "1024", "--data.holdout", "0", "--optimizer.lr", "2e-4"]
+    flags = [
+        "--train.groups_per_step",
+        "1",
+        "--pack.tokens_per_row",
+        "1024",
+        "--data.holdout",
+        "0",
+        "--optimizer.lr",
+        "2e-4",
+    ]
     words = ["train", str(group), "--model", str(example / "model"), "--out", "memory://runs/c", *flags]
     assert main(words) == 0
     said = capsys.readouterr().out

@@ -86,7 +86,7 @@ def killed(found, case):
 def test_a_rank_that_hangs_is_named_with_where_it_was(found):
     first, second = found["hangs"]["first"]
     assert first["said"].startswith(
-        "TracegradError: step 2: rank 1 did not come within train.timeout; it was last seen at step 2 (train), "
+        "TracegradError: step 2: rank 1 did not come within train.timeout_s; it was last seen at step 2 (train), "
     )
     assert first["said"].endswith(" s ago. This rank stops with it.")
     assert second == {"code": -9}  # by the test, as torchrun does

@@ -26,7 +26,7 @@ def traces():
 
 def run(traces, out, model=None, *, objective=presets.DAPO, optimizer=None, reference=None, **changes):
     model = model or tiny_model()
-    given = {"optimizer": optimizer, "reference": reference, "sinks": (), "say": lambda _: None}
+    given = {"optimizer": optimizer, "reference": reference, "sinks": (), "log": lambda _: None}
     done = train(traces, model, objective=objective, out=out, config=told(**changes), **given)
     return done, {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -34,7 +34,7 @@ def run(traces, out, model=None, *, objective=presets.DAPO, optimizer=None, refe
 @pytest.mark.parametrize("memory", ["balanced", "low"])
 def test_less_memory_is_the_same_run(traces, tmp_path, memory):
     _, plain = run(traces, tmp_path / "a", train__epochs=1)
-    _, found = run(traces, tmp_path / "b", train__epochs=1, train__memory=memory)
+    _, found = run(traces, tmp_path / "b", train__epochs=1, train__memory_mode=memory)
     for name, value in plain.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
@@ -61,11 +61,11 @@ def test_an_optimizer_of_ones_own_takes_the_steps(traces, tmp_path):
 
 def test_a_renewed_reference_follows_the_policy_and_another_model_does_not(traces, tmp_path):
     still, _ = run(traces, tmp_path / "a", objective=KL)
-    renewed, _ = run(traces, tmp_path / "b", objective=KL, train__ref_every=1)
+    renewed, _ = run(traces, tmp_path / "b", objective=KL, train__ref_sync_steps=1)
     other, _ = run(traces, tmp_path / "c", objective=KL, reference=tiny_model(7))
-    assert still.rows[-1]["kl"] > 1e-5
-    assert all(abs(row["kl"]) < 1e-6 for row in renewed.rows[1:])  # each step's reference is its own policy
-    assert other.rows[1]["kl"] > still.rows[-1]["kl"]
+    assert still.rows[-1]["kl_ref"] > 1e-5
+    assert all(abs(row["kl_ref"]) < 1e-6 for row in renewed.rows[1:])  # each step's reference is its own policy
+    assert other.rows[1]["kl_ref"] > still.rows[-1]["kl_ref"]
 
 
 def test_adapters_alone_are_trained_and_the_model_without_them_is_the_reference(traces, tmp_path):
@@ -80,5 +80,5 @@ def test_adapters_alone_are_trained_and_the_model_without_them_is_the_reference(
     done, _ = run(traces, tmp_path, adapted, objective=replace(KL), train__epochs=1)
     moved = {name for name, p in adapted.named_parameters() if not torch.equal(p, before[name])}
     assert moved == {name for name in before if "lora" in name}
-    assert done.rows[1]["kl"] > 1e-5
+    assert done.rows[1]["kl_ref"] > 1e-5
     assert (done.checkpoint / "adapter_model.safetensors").is_file()

@@ -54,13 +54,13 @@ def theirs(name, warmup, lr=1.0, **more):
         ("linear", {}, {"name": "linear"}),
         ("cosine", {}, {"name": "cosine"}),
         ("warmup_stable_decay", {"num_decay_steps": 4}, {"name": "wsd"}),
-        ("warmup_stable_decay", {"num_decay_steps": 33}, {"name": "wsd", "decay": 33 / 40}),
-        ("polynomial", {"lr_end": 0.25, "power": 1.0}, {"name": "linear", "floor": 0.25}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.25}, {"name": "cosine", "floor": 0.25}),
+        ("warmup_stable_decay", {"num_decay_steps": 33}, {"name": "wsd", "decay_ratio": 33 / 40}),
+        ("polynomial", {"lr_end": 0.25, "power": 1.0}, {"name": "linear", "min_lr_ratio": 0.25}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.25}, {"name": "cosine", "min_lr_ratio": 0.25}),
         (
             "warmup_stable_decay",
             {"num_decay_steps": 8, "min_lr_ratio": 0.25},
-            {"name": "wsd", "decay": 0.2, "floor": 0.25},
+            {"name": "wsd", "decay_ratio": 0.2, "min_lr_ratio": 0.25},
         ),
     ],
 )
@@ -111,9 +111,9 @@ def test_arguments_that_transformers_refuses_are_refused_by_name(kwargs):
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
 def test_a_run_that_was_cut_goes_on_with_the_rates_of_one_that_was_not(traces, tmp_path, name):
-    told_so = {"schedule__name": name, "schedule__warmup_steps": 2, "schedule__floor": 0.1}
+    told_so = {"schedule__name": name, "schedule__warmup_steps": 2, "schedule__min_lr_ratio": 0.1}
     if name == "wsd":
-        told_so["schedule__decay"] = 0.5
+        told_so["schedule__decay_ratio"] = 0.5
     whole, parameters = run(traces, tmp_path / "whole", **told_so)
     run(traces, tmp_path / "cut", sinks=[SignalAfter(5)], **told_so)
     again, resumed = run(traces, tmp_path / "cut", tiny_model(9), resume=True, **told_so)
@@ -155,11 +155,11 @@ def test_a_run_of_ones_own_steps_must_be_told_how_many(traces, tmp_path):
     with pytest.raises(ArgumentError, match="TG-TRAIN-053"):
         Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "a").step(step)
     assert not (tmp_path / "a").exists()
-    own = Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b", steps=2)
+    own = Trainer(tiny_model(), presets.DAPO_DIRECT, linear, out=tmp_path / "b", total_steps=2)
     rates = []
     for _ in range(2):
         own.step(step)
-        rates.append(own.row()["lr"])
+        rates.append(own.metrics()["lr"])
     assert rates == [3e-3, 1.5e-3]
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-050.*3.*2"):
         own.step(step)
@@ -190,7 +190,7 @@ def test_each_group_of_an_optimizer_of_ones_own_keeps_its_part_of_the_rate(trace
     first, *rest = model.parameters()
     optimizer = torch.optim.SGD([{"params": [first], "lr": 0.2}, {"params": rest, "lr": 0.1}])
     config = told(schedule__name="linear", optimizer__lr=1e-6, train__epochs=1)
-    given = {"optimizer": optimizer, "sinks": [Rates()], "say": lambda _: None}
+    given = {"optimizer": optimizer, "sinks": [Rates()], "log": lambda _: None}
     done = train(traces, model, objective=presets.DAPO, out=tmp_path, config=config, **given)
     parts = [1 - step / done.total for step in range(done.total)]
     assert seen[1:] == [pytest.approx([0.2 * part, 0.1 * part]) for part in parts]
@@ -199,14 +199,14 @@ def test_each_group_of_an_optimizer_of_ones_own_keeps_its_part_of_the_rate(trace
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"schedule__decay": 0.3}, r"TG-TRAIN-085.*schedule\.decay.*schedule\.name.*constant"),
-        ({"schedule__name": "linear", "schedule__decay": 0.3}, r"TG-TRAIN-085.*schedule\.decay.*schedule\.name"),
-        ({"schedule__floor": 0.3}, r"TG-TRAIN-085.*schedule\.floor"),
+        ({"schedule__decay_ratio": 0.3}, r"TG-TRAIN-085.*schedule\.decay.*schedule\.name.*constant"),
+        ({"schedule__name": "linear", "schedule__decay_ratio": 0.3}, r"TG-TRAIN-085.*schedule\.decay.*schedule\.name"),
+        ({"schedule__min_lr_ratio": 0.3}, r"TG-TRAIN-085.*schedule\.min_lr_ratio"),
         ({"schedule__name": "cosine", "schedule__warmup_steps": 99}, r"TG-TRAIN-054.*warmup_steps.*99"),
-        ({"schedule__name": "wsd", "schedule__decay": 1.0, "schedule__warmup_steps": 1}, r"TG-TRAIN-054.*1"),
-        ({"schedule__floor": 1.0}, r"TG-CONFIG-010.*0.*1"),
-        ({"schedule__decay": 0.0}, r"TG-CONFIG-010.*0.*1"),
-        ({"optimizer__warmup_steps": 4}, r"TG-CONFIG-001.*optimizer\.warmup_steps.*Its.*place.*schedule\.warmup_steps"),
+        ({"schedule__name": "wsd", "schedule__decay_ratio": 1.0, "schedule__warmup_steps": 1}, r"TG-TRAIN-054.*1"),
+        ({"schedule__min_lr_ratio": 1.0}, r"TG-CONFIG-010.*0.*1"),
+        ({"schedule__decay_ratio": 0.0}, r"TG-CONFIG-010.*0.*1"),
+        ({"optimizer__warmup_steps": 4}, r"TG-CONFIG-001.*optimizer\.warmup_steps.*schedule\.warmup_steps"),
     ],
 )
 def test_what_a_schedule_cannot_be_is_refused(traces, tmp_path, changes, said):

@@ -22,7 +22,7 @@ from tracegrad.trainer.steps import TrainingData
 from training_runs import SignalAfter, run
 from watched import told, traces, watched
 
-CHARGED = {"reward_kl__coef": 0.5, "data__holdout": 0, "train__updates_per_old": 2, "optimizer__lr": 3e-2}
+CHARGED = {"reward_kl__coef": 0.5, "data__holdout": 0, "train__updates_per_old_logprobs": 2, "optimizer__lr": 3e-2}
 
 
 def paid_by(batch, coef, **how):
@@ -36,7 +36,7 @@ def paid_by(batch, coef, **how):
 
 @pytest.mark.parametrize("objective", [presets.DAPO, presets.TOPR_POSITIVE], ids=["with old", "without a ratio"])
 def test_each_batch_pays_for_having_left_the_reference_before_it_is_compared(tmp_path, objective):
-    told_so = {**CHARGED, "train__epochs": 2, "reward_kl__target": 1e-4, "reward_kl__horizon": 200.0}
+    told_so = {**CHARGED, "train__epochs": 2, "reward_kl__target_kl": 1e-4, "reward_kl__horizon": 200.0}
     found = watched(traces(), tmp_path, objective=objective, **told_so)
     steps, coef, seen = [each.step for each in found.steps], AdaptiveKl(0.5, 1e-4, 200.0), []
     assert len(steps) == 8
@@ -57,13 +57,18 @@ def test_without_a_ratio_each_step_of_one_pass_is_a_batch_too():
     chosen = told(reward_kl__coef=0.5, data__holdout=0)
     feed = TrainingData.of(traces(), presets.TOPR_POSITIVE, chosen)
     assert feed.plan(4).window(1) == range(1, 2)
-    assert any("old is measured before each update" in note for note in feed.notes)
+    assert any("before every update" in note for note in feed.notes)
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_resumed_run_charges_as_the_uninterrupted_one(tmp_path, stop):
-    told_so = {"train__updates_per_old": 2, "data__holdout": 0, "optimizer__lr": 3e-2, "pack__step_groups": 3}
-    told_so |= {"reward_kl__coef": 0.5, "reward_kl__target": 1e-3, "reward_kl__horizon": 50.0, "train__epochs": 1}
+    told_so = {
+        "train__updates_per_old_logprobs": 2,
+        "data__holdout": 0,
+        "optimizer__lr": 3e-2,
+        "train__groups_per_step": 3,
+    }
+    told_so |= {"reward_kl__coef": 0.5, "reward_kl__target_kl": 1e-3, "reward_kl__horizon": 50.0, "train__epochs": 1}
     whole, parameters = run(traces(), tmp_path / "whole", **told_so)
     run(traces(), tmp_path / "cut", sinks=[SignalAfter(stop)], **told_so)
     again, resumed = run(traces(), tmp_path / "cut", tiny_model(9), resume=True, **told_so)
@@ -77,7 +82,7 @@ def test_a_resumed_run_charges_as_the_uninterrupted_one(tmp_path, stop):
     ("changes", "why"),
     [
         ({"pack__skip_zero_weight": True}, "TG-TRAIN-085"),
-        ({"train__ref_every": 3}, "TG-TRAIN-088"),
+        ({"train__ref_sync_steps": 3}, "TG-TRAIN-088"),
         ({"reward_kl__coef": 0.0, "reward_kl__kind": "k3"}, r"TG-TRAIN-085.*reward_kl\.kind.*reward_kl\.coef.*0"),
         ({"reward_kl__horizon": 5.0}, r"TG-TRAIN-085.*reward_kl\.target.*0"),
         ({"reward_kl__coef": -1.0}, r"TG-CONFIG-010.*0"),
@@ -99,7 +104,7 @@ def test_a_run_of_the_command_line_is_charged_as_verls_config_says(example, tmp_
     tg.write(tg.read(example / "traces.jsonl.zst", limit=32), path)
     algorithm = {"adv_estimator": "grpo", "use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}
     (tmp_path / "verl.json").write_text(json.dumps({"algorithm": algorithm}))
-    said = ["--like", f"verl:{tmp_path / 'verl.json'}", "--pack.step_groups", "2", "--optimizer.lr", "1e-3"]
+    said = ["--from-config", f"verl:{tmp_path / 'verl.json'}", "--train.groups_per_step", "2", "--optimizer.lr", "1e-3"]
     run_ = ["train", str(path), "--model", str(example / "model"), "--out", str(tmp_path / "out")]
     assert main([*run_, *said, "--data.holdout", "0", "--data.on_error", "skip"]) == 0
     assert "reward_kl.coef = 0.1" in capsys.readouterr().out
@@ -116,7 +121,7 @@ def test_the_reference_that_is_given_is_measured_for_the_reward_alone(tmp_path):
     plain, moved = ({"reference": each} for each in (tiny_model(0), tiny_model(5)))
     found = []
     for at, given in enumerate((plain, moved)):
-        how = {"objective": presets.TOPR_POSITIVE, "config": told(**CHARGED), "sinks": (), "say": lambda _: None}
+        how = {"objective": presets.TOPR_POSITIVE, "config": told(**CHARGED), "sinks": (), "log": lambda _: None}
         found.append(tg.trainer.train(one, tiny_model(), out=tmp_path / str(at), **how, **given).rows[1]["reward_kl"])
     assert found[0] == pytest.approx(0.0, abs=1e-6)
     assert abs(found[1]) > 1e-3

@@ -26,7 +26,13 @@ OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
 
 
 def told(**changes):
-    base = {"optimizer.lr": 3e-3, "train.epochs": 2, "pack.step_groups": 6, "pack.token_budget": 64, "data.holdout": 0}
+    base = {
+        "optimizer.lr": 3e-3,
+        "train.epochs": 2,
+        "train.groups_per_step": 6,
+        "pack.tokens_per_row": 64,
+        "data.holdout": 0,
+    }
     return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
 
 
@@ -41,7 +47,7 @@ def assert_same(one, other):
 
 
 def without(row, names=frozenset()):
-    return {k: v for k, v in row.items() if k not in OF_THE_LOOP | names and not k.startswith("off_policy_value")}
+    return {k: v for k, v in row.items() if k not in OF_THE_LOOP | names and not k.startswith("ope")}
 
 
 def known(row):
@@ -50,38 +56,40 @@ def known(row):
 
 
 OWN = {
-    "old": (presets.DAPO, {"train__updates_per_old": 1}),
+    "old": (presets.DAPO, {"train__updates_per_old_logprobs": 1}),
     "direct, with a reference": (with_kl(presets.DAPO_DIRECT, 0.05), {}),
     "adapters": (with_kl(presets.DAPO_DIRECT, 0.05), {"train__lora_rank": 2}),
-    "proximal": (presets.A3PO, {"train__updates_per_old": 2}),
-    "idle left out": (presets.DR_GRPO, {"train__updates_per_old": 1, "pack__skip_zero_weight": True}),
+    "proximal": (presets.A3PO, {"train__updates_per_old_logprobs": 2}),
+    "idle left out": (presets.DR_GRPO, {"train__updates_per_old_logprobs": 1, "pack__skip_zero_weight": True}),
 }
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(traces, tmp_path, name):
     objective, changes = OWN[name]
-    proximal = objective.needs.proximal
+    proximal = objective.requirements.proximal
     if (
         proximal
     ):  # what no version is known of is of the newest one in a file, and of the trained one where that is told
         traces = replace(traces, version=np.where(traces.trainable, np.maximum(traces.version, 3), -1).astype(np.int32))
     theirs, ours = tiny_model(), tiny_model()
-    given = {"config": told(**changes), "sinks": (), "say": lambda _: None}
+    given = {"config": told(**changes), "sinks": (), "log": lambda _: None}
     done = train(traces, theirs, objective=objective, out=tmp_path / "train", **given)
     run = Trainer(ours, objective, told(**changes), out=tmp_path / "own")
     rows, reference = [], np.zeros(traces.tokens, np.float32)
     for epoch in range(2):
         for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_zero_weight):
-            if objective.needs.ref and epoch == 0:  # measured once: beside other traces its rounding may be another
-                step = run.ready(step)
+            if (
+                objective.requirements.ref and epoch == 0
+            ):  # measured once: beside other traces its rounding may be another
+                step = run.add_logprobs(step)
                 reference[step.origin] = step.ref_logprobs
-            elif objective.needs.ref:
+            elif objective.requirements.ref:
                 step = step.with_logprobs(ref=reference[step.origin])
-            version = 4 + run.taken if proximal else 4  # the newest recorded is 4
+            version = 4 + run.steps_done if proximal else 4  # the newest recorded is 4
             run.step(step, version, rewards=traces.reward, endings=traces.ending)
-            rows.append(run.row())
-    assert run.taken == done.total == 8
+            rows.append(run.metrics())
+    assert run.steps_done == done.total == 8
     assert_same(parameters(theirs), parameters(ours))
     own = {"staleness_mean", "staleness_max"}
     for one, other in zip(done.rows[1:], rows, strict=True):
@@ -93,11 +101,11 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
 
 def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
     theirs, ours = tiny_model(), tiny_model()
-    given = {"objective": presets.GRPO, "config": told(), "sinks": (), "say": lambda _: None}
+    given = {"objective": presets.GRPO, "config": told(), "sinks": (), "log": lambda _: None}
     train(traces, theirs, out=tmp_path / "train", **given)
     run = Trainer(ours, presets.GRPO, told(), out=tmp_path / "own")
     for epoch in range(2):
-        for step in [run.ready(step) for step in steps_of(traces, presets.GRPO, epoch)]:
+        for step in [run.add_logprobs(step) for step in steps_of(traces, presets.GRPO, epoch)]:
             run.step(step)
     assert_same(parameters(theirs), parameters(ours))
 
@@ -106,7 +114,7 @@ def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
 
 ADAPTS = replace(
     with_kl(presets.A3PO, 0.05),
-    entropy=EntropyBonus(0.01, gated=False, adapt=AdaptiveEntropy(target=9.0, delta=0.01, high=1.0)),
+    entropy=EntropyBonus(0.01, masked=False, adapt=AdaptiveEntropy(target=9.0, delta=0.01, high=1.0)),
 )
 
 
@@ -115,13 +123,13 @@ def driven(run, traces, numbers):
     packed, rows = [*steps_of(traces, run.objective, 0), *steps_of(traces, run.objective, 1)], []
     for number in numbers:
         run.step(packed[number], version=7 + number)
-        rows.append(without(run.row()))
+        rows.append(without(run.metrics()))
     return rows
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
-    told_so = told(train__lora_rank=adapters, train__updates_per_old=3, schedule__warmup_steps=6)
+    told_so = told(train__lora_rank=adapters, train__updates_per_old_logprobs=3, schedule__warmup_steps=6)
     whole = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
     rows = driven(whole, traces, range(8))
     cut = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
@@ -130,7 +138,7 @@ def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path,
     torch.manual_seed(5)
     again = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "cut")
     assert again.restore().step == 4
-    assert (again.taken, again.version) == (4, 10)
+    assert (again.steps_done, again.version) == (4, 10)
     assert again.watch.seconds["train"] == cut.watch.seconds["train"] > 0
     assert driven(again, traces, range(4, 8)) == rows[4:]
     assert rows[4]["entropy_coef"] == pytest.approx(0.05)  # 0.01, and 0.01 more after each of four steps
@@ -158,7 +166,9 @@ def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not
 def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_reads(traces, tmp_path):
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.save()
-    Trainer(tiny_model(), presets.DAPO_DIRECT, told(pack__step_groups=3, data__holdout=0.5), out=tmp_path).restore()
+    Trainer(
+        tiny_model(), presets.DAPO_DIRECT, told(train__groups_per_step=3, data__holdout=0.5), out=tmp_path
+    ).restore()
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-066.*optimizer\.lr.*0\.003.*0\.1"):
         Trainer(tiny_model(), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path).restore()
     with pytest.raises(ArgumentError, match="TG-TRAIN-067"):  # it had none
@@ -180,28 +190,28 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     ids, trainable = [5, 6, 7, 8, 9, 3], [0, 1, 1, 1, 0, 1]
     two = Sequences.from_arrays(ids, [0, 4, 6], [nan, -1, -2, -1, nan, -1], trainable, group=[0, 0])
     two = replace(two, version=np.array([-1, 3, 3, -1, -1, 5], np.int32))
-    [step] = pack(two, [1.0, -1.0], token_budget=16)
+    [step] = pack(two, [1.0, -1.0], tokens_per_row=16)
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(step, version=6)
-    row = run.row()
+    row = run.metrics()
     assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
-    assert {k: row[k] for k in row if k.startswith("known_terms/lag")} == {
-        "known_terms/lag_1": 1,
-        "known_terms/lag_3": 2,
-        "known_terms/lag_unknown": 1,
+    assert {k: row[k] for k in row if k.startswith("tokens_with_rollout_logprob/lag")} == {
+        "tokens_with_rollout_logprob/lag_1": 1,
+        "tokens_with_rollout_logprob/lag_3": 2,
+        "tokens_with_rollout_logprob/lag_unknown": 1,
     }
     run.step(step)
-    assert not [name for name in run.row() if "lag" in name and "unknown" not in name]
+    assert not [name for name in run.metrics() if "lag" in name and "unknown" not in name]
     with pytest.raises(ArgumentError, match=r"TG-PACK-003.*4.*5"):
         run.step(step, version=4)
-    assert run.taken == 2
+    assert run.steps_done == 2
 
 
 def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
     stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(stale, run.objective, 0)[0], version=5)
-    assert (run.row()["staleness_mean"], run.row()["staleness_max"]) == (2, 2)
+    assert (run.metrics()["staleness_mean"], run.metrics()["staleness_max"]) == (2, 2)
 
 
 def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkeypatch):
@@ -220,7 +230,10 @@ def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkey
     # For the others 1 where they are as new as the trained policy, and (4 - 4) / (5 - 4) where the proximal is.
     cases = {"a version a step": ((4, 5, 6, 7), [1, 1, 1, 1]), "a version a refresh": ((4, 4, 4, 5), [1, 0, 0, 1])}
     for name, (versions, fresh) in cases.items():
-        run, seen[:] = Trainer(tiny_model(), presets.A3PO, told(train__updates_per_old=3), out=tmp_path / name), []
+        run, seen[:] = (
+            Trainer(tiny_model(), presets.A3PO, told(train__updates_per_old_logprobs=3), out=tmp_path / name),
+            [],
+        )
         for version in versions:
             run.step(step, version=version)
         here = [sorted({round(float(a), 6) for a in each[step.version == 2]}) for each in seen]
@@ -264,11 +277,11 @@ def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], bare.model.layers[0].mlp.up_proj.weight)
     bare.load_state_dict(found)
     [step, *_] = steps_of(traces, run.objective, 0)
-    with_them = run.measure(step)
+    with_them = run.compute_logprobs(step)
     other = Trainer(bare, presets.DAPO_DIRECT, told(), out=tmp_path / "bare")
-    np.testing.assert_allclose(other.measure(step), with_them, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(other.compute_logprobs(step), with_them, rtol=0, atol=2e-5)
     with adapters_off(run.model):
-        assert np.abs(run.measure(step) - with_them).max() > 1e-2
+        assert np.abs(run.compute_logprobs(step) - with_them).max() > 1e-2
     assert_same(found, parameters(run.model.merge_and_unload()))
 
 
@@ -288,47 +301,47 @@ def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
     run = Trainer(tiny_model(), objective, told(), out=tmp_path)
     [first, second, *_] = steps_of(traces, objective, 0)
     run.step(first)
-    start = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path / "start").measure(second)
-    assert np.array_equal(run.ready(second).ref_logprobs, start)
-    assert not np.array_equal(run.measure(second), start)
+    start = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path / "start").compute_logprobs(second)
+    assert np.array_equal(run.add_logprobs(second).ref_logprobs, start)
+    assert not np.array_equal(run.compute_logprobs(second), start)
     given = second.with_logprobs(ref=start - 1)
-    assert run.ready(given) is given  # what a step brings is taken
+    assert run.add_logprobs(given) is given  # what a step brings is taken
 
 
 @pytest.mark.parametrize("keep_start", [True, False])
 def test_a_mixed_reference_is_a_second_model_that_follows_the_policy(traces, tmp_path, keep_start):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
-    options = told(train__ref_every=1, train__ref_mixup_alpha=0.25)
-    run = Trainer(tiny_model(), objective, options, out=tmp_path, keep_start=keep_start)
+    options = told(train__ref_sync_steps=1, train__ref_mixup_alpha=0.25)
+    run = Trainer(tiny_model(), objective, options, out=tmp_path, keep_initial_reference=keep_start)
     [first, *_] = steps_of(traces, objective, 0)
-    start = run.measure(first, of="reference")
+    start = run.compute_logprobs(first, model="reference")
     run.step(first)
     model, trained = tiny_model(), dict(run.model.named_parameters())
     mixed = {name: 0.25 * trained[name] + 0.75 * before for name, before in model.named_parameters()}
     model.load_state_dict(mixed, strict=False)
-    expected = Trainer(model, objective, told(), out=tmp_path / "expected").measure(first)
-    np.testing.assert_allclose(run.measure(first, of="reference"), expected, rtol=0, atol=1e-6)
+    expected = Trainer(model, objective, told(), out=tmp_path / "expected").compute_logprobs(first)
+    np.testing.assert_allclose(run.compute_logprobs(first, model="reference"), expected, rtol=0, atol=1e-6)
     assert np.abs(expected - start).max() > 1e-4
 
 
 def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces, tmp_path):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
-    mixing = told(train__ref_every=1, train__ref_mixup_alpha=0.25, train__lora_rank=2)
+    mixing = told(train__ref_sync_steps=1, train__ref_mixup_alpha=0.25, train__lora_rank=2)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-060.*0\.25"):
         Trainer(tiny_model(), objective, mixing, out=tmp_path)
-    with pytest.raises(ArgumentError, match=r"TG-TRAIN-085.*ref_mixup_alpha.*train\.ref_every.*0"):
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-085.*ref_mixup_alpha.*train\.ref_sync_steps.*0"):
         train(traces, tiny_model(), objective=objective, out=tmp_path, config=told(train__ref_mixup_alpha=0.5))
 
 
-@pytest.mark.parametrize("how", [{"keep_start": False}, {"config": {"train__ref_every": 2}}], ids=str)
+@pytest.mark.parametrize("how", [{"keep_initial_reference": False}, {"config": {"train__ref_sync_steps": 2}}], ids=str)
 def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, tmp_path, how):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     run = Trainer(tiny_model(), objective, told(**how.pop("config", {})), out=tmp_path, **how)
     [step, *_] = steps_of(traces, objective, 0)
     with pytest.raises(ArgumentError, match="TG-TRAIN-082"):
         run.step(step)
-    run.step(step.with_logprobs(ref=run.measure(step)))
-    assert run.row()["kl"] == pytest.approx(0, abs=1e-9)
+    run.step(step.with_logprobs(ref=run.compute_logprobs(step)))
+    assert run.metrics()["kl_ref"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
@@ -341,7 +354,7 @@ def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
         run.step(step, rewards=np.zeros(3))
     with pytest.raises(ArgumentError, match=r"TG-ARGS-005.*version"):
         run.step(step, version=-1)
-    assert run.row() == {}
+    assert run.metrics() == {}
 
 
 def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
@@ -353,20 +366,20 @@ def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. GPU 0")
 
     monkeypatch.setattr(module, "optimizer_step", lost)
-    with pytest.raises(TracegradError, match=r"TG-TRAIN-095.*1.*left"):
+    with pytest.raises(TracegradError, match=r"TG-TRAIN-095.*1"):
         run.step(steps_of(traces, run.objective, 0)[0])
 
 
 def test_a_step_that_nothing_is_left_of_says_so(traces):
     objective = presets.DR_GRPO
     even = np.where(np.arange(traces.traces) // 4 % 12 < 6, 0.0, 1.0)  # six groups with, six without an advantage
-    given = {"token_budget": 64, "step_groups": 6, "per": "trace", "needs": objective.needs}
-    assert [step.trains for step in pack(traces, even, **given)] == [True] * 4
+    given = {"tokens_per_row": 64, "groups_per_step": 6, "per": "trace", "requirements": objective.requirements}
+    assert [step.has_trained_tokens for step in pack(traces, even, **given)] == [True] * 4
     packed = pack(traces, even, skip_zero_advantage=True, **given)
-    assert [step.trains for step in packed] == [False, True, False, True]
-    assert [len(step) for step in packed if not step.trains] == [0, 0]
+    assert [step.has_trained_tokens for step in packed] == [False, True, False, True]
+    assert [len(step) for step in packed if not step.has_trained_tokens] == [0, 0]
     by_rank = pack(traces, even, skip_zero_advantage=True, ranks=30, rank=29, **given)
-    assert [step.trains for step in by_rank] == [False, True, False, True]  # also where this rank has none
+    assert [step.has_trained_tokens for step in by_rank] == [False, True, False, True]  # also where this rank has none
     assert {len(step) for step in by_rank} == {0}
 
 
@@ -377,5 +390,5 @@ def test_adapters_of_the_caller_are_their_own_reference(traces, tmp_path):
     [step, *_] = steps_of(traces, objective, 0)
     run.step(step)
     with adapters_off(run.model):
-        bare = run.measure(step)
-    assert np.array_equal(run.ready(step).ref_logprobs, bare)
+        bare = run.compute_logprobs(step)
+    assert np.array_equal(run.add_logprobs(step).ref_logprobs, bare)

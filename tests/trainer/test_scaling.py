@@ -24,7 +24,7 @@ from tracegrad.objective import presets
 from tracegrad.trainer import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
-QUICK = {"pack.step_groups": 1, "pack.token_budget": 1024, "data.holdout": 0, "optimizer.lr": 2e-4}
+QUICK = {"train.groups_per_step": 1, "pack.tokens_per_row": 1024, "data.holdout": 0, "optimizer.lr": 2e-4}
 
 
 def documented() -> list[str]:
@@ -68,9 +68,9 @@ def test_the_documented_command_trains_two_sharded_ranks_to_a_model_that_loads(e
 def run(out, **changes):
     """A run of one epoch, its rows and the parameters it came to."""
     model = tiny_model(0, attn_implementation="sdpa")
-    base = {"optimizer.lr": 3e-3, "pack.step_groups": 6, "pack.token_budget": 64}
+    base = {"optimizer.lr": 3e-3, "train.groups_per_step": 6, "pack.tokens_per_row": 64}
     told = config.load(overrides=[*base.items(), *((name.replace("__", "."), v) for name, v in changes.items())])
-    given = {"objective": presets.DAPO, "out": out, "config": told, "sinks": (), "say": lambda _: None}
+    given = {"objective": presets.DAPO, "out": out, "config": told, "sinks": (), "log": lambda _: None}
     done = train(sampled(tiny_model(), groups=12), model, **given)
     return done.rows, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -80,7 +80,7 @@ def compiled_runs(tmp_path, memory):
     counted = torch._dynamo.utils.counters["stats"]
     before = counted["unique_graphs"]
     rows, wanted = run(tmp_path / "eager")
-    ours, found = run(tmp_path / "compiled", train__compile=True, train__memory=memory)
+    ours, found = run(tmp_path / "compiled", train__compile=True, train__memory_mode=memory)
     assert counted["unique_graphs"] > before  # something was compiled
     assert [row["grad_norm"] for row in ours[1:]] == pytest.approx([row["grad_norm"] for row in rows[1:]], rel=1e-5)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5

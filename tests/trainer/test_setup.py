@@ -23,7 +23,7 @@ from tracegrad.trainer.steps import TrainingData
 
 
 def told(**changes):
-    base = {"optimizer.lr": 3e-3, "pack.step_groups": 6, "pack.token_budget": 64, "data.holdout": 0}
+    base = {"optimizer.lr": 3e-3, "train.groups_per_step": 6, "pack.tokens_per_row": 64, "data.holdout": 0}
     return config.load(overrides=[*base.items(), *((name.replace("__", "."), v) for name, v in changes.items())])
 
 
@@ -59,9 +59,9 @@ def test_one_numbered_device_for_several_ranks_of_a_machine_is_refused(devices, 
 
 
 def test_a_short_row_on_cuda_is_padded_by_an_eighth_of_the_budget_at_most(devices):
-    assert row_padding(told(pack__token_budget=16384)) == 2048
-    assert row_padding(told(pack__token_budget=9000)) == 1152  # 9 blocks of 128
-    assert row_padding(told(pack__token_budget=64)) == 64
+    assert row_padding(told(pack__tokens_per_row=16384)) == 2048
+    assert row_padding(told(pack__tokens_per_row=9000)) == 1152  # 9 blocks of 128
+    assert row_padding(told(pack__tokens_per_row=64)) == 64
     assert row_padding(told(train__device="cpu")) == 1
 
 
@@ -94,10 +94,10 @@ def test_what_was_sampled_behind_a_picture_is_not_trained_by_a_decoder_alone(tmp
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-063.*1.*0"):
         check_media(pictured(True), model)
     assert check_media(pictured(False), model) == []  # all that is trained stands before
-    [step] = pack(pictured(True), [1.0], token_budget=8)
+    [step] = pack(pictured(True), [1.0], tokens_per_row=8)
     with pytest.raises(ArgumentError, match="TG-MODEL-007"):
         policy.logprobs(model, step.batches[0])
-    [step] = pack(pictured(False), [1.0], token_budget=8)
+    [step] = pack(pictured(False), [1.0], tokens_per_row=8)
     assert len(policy.logprobs(model, step.batches[0])) == 1
     # The text decoder of a larger model, loaded from its folder, does not name the id itself.
     (tmp_path / "config.json").write_text('{"image_token_id": 9, "vision_config": {}}')
@@ -113,7 +113,7 @@ def test_what_was_sampled_behind_a_picture_is_not_trained_by_a_decoder_alone(tmp
 def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tmp_path):
     said = []
     changes = {"pack__share_prefixes": True, "train__epochs": 1}
-    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": said.append}
+    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "log": said.append}
     done = train(sampled(tiny_model(), groups=6), model_of("mpt"), **how)
     assert done.step == 1
     [why] = [line for line in said if "prefixes are not shared" in line]
@@ -121,8 +121,8 @@ def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tm
 
 
 def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, monkeypatch):
-    plans, packed, alive, cut, planned = [], [], [], TrainingData.cut, TrainingData.planned
-    monkeypatch.setattr(TrainingData, "cut", lambda self, seed: plans.append(seed) or cut(self, seed))
+    plans, packed, alive, cut, planned = [], [], [], TrainingData.assign_steps, TrainingData.pack_step
+    monkeypatch.setattr(TrainingData, "assign_steps", lambda self, seed: plans.append(seed) or cut(self, seed))
 
     def step(self, rows):
         made = planned(self, rows)
@@ -130,9 +130,9 @@ def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, 
         alive.append(sum(each() is not None for each in packed))
         return made
 
-    monkeypatch.setattr(TrainingData, "planned", step)
+    monkeypatch.setattr(TrainingData, "pack_step", step)
     changes = {"pack__share_prefixes": True, "train__epochs": 2}
-    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "say": lambda _: None}
+    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "log": lambda _: None}
     train(sampled(tiny_model(), groups=36), tiny_model(attn_implementation="sdpa"), **how)
     assert len(plans) == 2  # one for each epoch
     assert len(packed) >= 2 * 2 * 6 - 1  # two epochs of six steps, each packed to measure old and to be trained on

@@ -23,7 +23,7 @@ from watched import traces, watched
 
 def test_the_proximal_lies_where_old_would_have_been_measured(tmp_path):
     """Versions 0 to 4 are recorded, so the run's step n is version 4 + n; `old` would be measured at steps 0, 2, 4."""
-    run = watched(traces(), tmp_path, objective=presets.A3PO, train__epochs=2, train__updates_per_old=2)
+    run = watched(traces(), tmp_path, objective=presets.A3PO, train__epochs=2, train__updates_per_old_logprobs=2)
     assert len(run.steps) == 6
     for n, each in enumerate(run.steps):
         version, current, proximal = each.step.version.astype(float), 4 + n, 4 + n // 2 * 2
@@ -68,8 +68,8 @@ def test_a_gated_bonus_adapts_to_the_entropy_of_what_the_gates_left(tmp_path, mo
 
     monkeypatch.setattr(driven, "EntropyController", Watched)
     gate = Rejection(Ratio("theta", "rollout"), "k1", low=-0.01, high=0.01)
-    entropy = EntropyBonus(0.1, gated=True, adapt=AdaptiveEntropy(target=3.0, delta=0.01))
-    run = watched(traces(), tmp_path, objective=replace(presets.DAPO, gates=(gate,), entropy=entropy))
+    entropy = EntropyBonus(0.1, masked=True, adapt=AdaptiveEntropy(target=3.0, delta=0.01))
+    run = watched(traces(), tmp_path, objective=replace(presets.DAPO, rejections=(gate,), entropy=entropy))
     assert len(seen) == len(run.steps) == 3
     for (last, _), each in zip(seen, run.steps, strict=True):
         keep, spread = each.outcome.keep, each.outcome.entropy.astype(np.float64)
@@ -95,7 +95,7 @@ def test_adapters_count_twice():
 def test_the_head_is_computed_in_autocasts_dtype_as_transformers_does():
     data = traces()
     model = tiny_model(5)
-    [batch] = pack(data, np.ones(data.traces, np.float32), token_budget=12, step_groups=None)[0].batches[:1]
+    [batch] = pack(data, np.ones(data.traces, np.float32), tokens_per_row=12, groups_per_step=None)[0].batches[:1]
     batch = batch.to("cpu")
     row = batch.ids[None]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -103,5 +103,9 @@ def test_the_head_is_computed_in_autocasts_dtype_as_transformers_does():
         found = policy.logprobs(model, batch)
         theirs = model(row).logits[0]
     assert theirs.dtype == states.dtype == torch.bfloat16
-    expected = theirs.float().log_softmax(-1)[batch.read[batch.row]].gather(1, batch.target[batch.row][:, None])[:, 0]
+    expected = (
+        theirs.float()
+        .log_softmax(-1)[batch.read[batch.logit_row]]
+        .gather(1, batch.target[batch.logit_row][:, None])[:, 0]
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -38,10 +38,10 @@ def sequences(traces=12, length=9, seed=0):
 def stepped(tmp_path_factory):
     """A step that was taken, with all it saw."""
     torch.manual_seed(0)
-    found, objective = sequences(), replace(presets.DAPO, gates=GATES)
-    [step] = tg.pack(found, tg.advantage.group_mean(found.reward, found.group), token_budget=128)
+    found, objective = sequences(), replace(presets.DAPO, rejections=GATES)
+    [step] = tg.pack(found, tg.advantage.group_mean(found.reward, found.group), tokens_per_row=128)
     driven = Trainer(tiny_model(), objective, Config(), out=tmp_path_factory.mktemp("run"))
-    step = driven.ready(step)
+    step = driven.add_logprobs(step)
     return found, objective, step, driven.step(step)
 
 
@@ -56,12 +56,12 @@ def kept(tmp_path, stepped, **options):
 
 def test_what_is_kept_is_what_the_step_saw(tmp_path, stepped):
     found, _, step, outcome = stepped
-    read = kept(tmp_path, stepped, keep="all")
+    read = kept(tmp_path, stepped, mode="all")
     [(number, path)] = read.files()
     held = read.read(path)
     assert number == held.step == 1
     own = read.sequences(held.tokens)
-    np.testing.assert_array_equal(own.ids[held.place], found.ids[step.origin])
+    np.testing.assert_array_equal(own.ids[held.token], found.ids[step.origin])
     np.testing.assert_array_equal(held.values["gradient"], outcome.gradient)
     np.testing.assert_array_equal(held.values["entropy"], outcome.entropy)
     np.testing.assert_array_equal(held.values["old_logprobs"], step.old_logprobs)
@@ -91,7 +91,7 @@ def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monk
     monkeypatch.setattr(room, "_MEGA", 2400)  # a bound of 2,400 bytes: half of 12 traces * (9 * 24 + 6 * 41)
 
     def sampled(world):
-        token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(megabytes=1), objective, world=world)
+        token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(max_mb=1), objective, world=world)
         for number in range(1, 40):
             token_log_writer.step(number, step, outcome, found, passes=1)
         token_log_writer.close()
@@ -107,30 +107,30 @@ def test_sampled_terms_are_whole_groups_within_the_bound(tmp_path, stepped, monk
 
 def test_nothing_is_kept_where_that_is_told(tmp_path, stepped):
     with pytest.raises(ArgumentError, match="TG-TRAIN-080"):
-        kept(tmp_path, stepped, keep="none")
+        kept(tmp_path, stepped, mode="none")
 
 
 def test_a_resumed_run_takes_back_what_it_takes_again(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective)
+    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(mode="all"), objective)
     for number in (1, 2, 3):
         token_log_writer.step(number, step, outcome, found)
     token_log_writer.close()
-    TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective, taken=1).close()
+    TokenLogWriter(tmp_path, TokenLogConfig(mode="all"), objective, steps_done=1).close()
     assert [number for number, _ in TokenLog(tmp_path).files()] == [1]
-    TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective, taken=0).close()
+    TokenLogWriter(tmp_path, TokenLogConfig(mode="all"), objective, steps_done=0).close()
     assert not list((tmp_path / "terms").iterdir())
 
 
 def test_a_full_disk_ends_the_keeping_and_not_the_run(tmp_path, stepped):
     found, objective, step, outcome = stepped
-    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(keep="all"), objective)
+    token_log_writer = TokenLogWriter(tmp_path, TokenLogConfig(mode="all"), objective)
     (tmp_path / "terms").rmdir()
     (tmp_path / "terms").write_text("in the way")
     for number in range(1, 9):
         token_log_writer.step(number, step, outcome, found)
     token_log_writer.close()
-    assert "kept no further" in token_log_writer.problem
+    assert "The token log ends here." in token_log_writer.problem
 
 
 def test_a_part_of_sequences_is_those_traces_alone():
@@ -144,17 +144,17 @@ def test_a_part_of_sequences_is_those_traces_alone():
 
 
 def test_a_step_file_that_points_elsewhere_is_refused(tmp_path, stepped):
-    read = kept(tmp_path, stepped, keep="all")
+    read = kept(tmp_path, stepped, mode="all")
     [(_, path)] = read.files()
     held = read.read(path)
-    token_log.write_step(path, replace(held, place=held.place + 10_000))
+    token_log.write_step(path, replace(held, token=held.token + 10_000))
     with pytest.raises(FormatError, match="TG-TRAIN-081"):
         read.read(path)
 
 
 def test_what_a_step_made_of_a_trace_is_summed_by_hand(tmp_path, stepped):
     _, _, step, outcome = stepped
-    read = kept(tmp_path, stepped, keep="all")
+    read = kept(tmp_path, stepped, mode="all")
     rows, values = aggregate_by_trace(read.read(read.files()[0][1]))
     here = step.trace == rows[3]
     assert values[0, 3] == pytest.approx(np.abs(outcome.gradient[here]).sum())

@@ -20,8 +20,17 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
 
 HERE = Path(__file__).parents[1] / "helpers"
-FLAGS = ["--pack.step_groups", "1", "--pack.token_budget", "1024", "--data.holdout", "0", "--optimizer.lr", "2e-4"]
-FLAGS += ["--checkpoint.every", "1", "--parallel.mode", "fsdp", "--train.timeout", "120", "--resume"]
+FLAGS = [
+    "--train.groups_per_step",
+    "1",
+    "--pack.tokens_per_row",
+    "1024",
+    "--data.holdout",
+    "0",
+    "--optimizer.lr",
+    "2e-4",
+]
+FLAGS += ["--checkpoint.every_steps", "1", "--parallel.mode", "fsdp", "--train.timeout_s", "120", "--resume"]
 
 
 def namespaces() -> bool:

@@ -70,7 +70,7 @@ def test_a_step_by_hand():
     # Two layers of 1,968 parameters and, with the embedding tied to the head, 48 * 16 + 16 = 784 in the rest.
     groups = groups_of(tiny_model())
     assert [group.bytes(1, 1) for group in groups] == [1968, 1968, 784]
-    given = {"fsdp": True, "rows": 3, "measured": 1, "frozen": 0}
+    given = {"fsdp": True, "rows": 3, "policy_passes": 1, "reference_passes": 0}
     kept = estimate_communication(groups, ranks=2, memory=Memory.of("speed"), **given)
     assert (kept.gathers, kept.gather_bytes) == (3 * 3, 3 * 4 * 4720)
     assert (kept.measure_gathers, kept.measure_bytes) == (3, 4 * 4720)
@@ -80,7 +80,9 @@ def test_a_step_by_hand():
     assert (low.gathers, low.gather_bytes) == (3 * 5, 3 * 2 * (2 * 2 * 1968 + 784))
     assert (low.measure_gathers, low.measure_bytes) == (3 * 2 + 1, 2 * (3 * 2 * 1968 + 784))
     assert (low.sums, low.sum_bytes) == (3 * 3, 3 * 4 * 4720)
-    other = estimate_communication(groups, ranks=2, memory=Memory.of("low"), **{**given, "measured": 0, "frozen": 1})
+    other = estimate_communication(
+        groups, ranks=2, memory=Memory.of("low"), **{**given, "policy_passes": 0, "reference_passes": 1}
+    )
     assert (other.measure_gathers, other.measure_bytes) == (3 * 3, 3 * 4 * 4720)
     copies = estimate_communication(groups, ranks=4, memory=Memory.of("low"), **{**given, "fsdp": False})
     assert copies == CommunicationEstimate(4, 0, 0, 0, 0, 1, 4 * 4720, "all-reduce")
@@ -98,6 +100,8 @@ def test_adapters_alone_are_summed():
     # q 16 -> 16, k and v 16 -> 8, o 16 -> 16, gate and up 16 -> 24, down 24 -> 16, each with rank 2
     by_hand = 2 * (32 + 24 + 24 + 32 + 40 + 40 + 40)
     assert [group.bytes(1, 1, trained_only=True) for group in groups] == [by_hand, by_hand, 0]
-    said = estimate_communication(groups, fsdp=True, ranks=2, rows=1, measured=0, frozen=0, memory=Memory.of("speed"))
+    said = estimate_communication(
+        groups, fsdp=True, ranks=2, rows=1, policy_passes=0, reference_passes=0, memory=Memory.of("speed")
+    )
     assert (said.sums, said.sum_bytes) == (2, 2 * 4 * by_hand)
     assert said.gather_bytes == 4 * (4720 + 2 * by_hand)

@@ -11,7 +11,7 @@ from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective, Ratio
 
-OPTIONS = {"data.holdout": 0.0, "pack.step_groups": 2, "optimizer.lr": 1e-4, "train.seed": 3}
+OPTIONS = {"data.holdout": 0.0, "train.groups_per_step": 2, "optimizer.lr": 1e-4, "train.seed": 3}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_it_is_the_run_of_the_command_line(traces, example, tmp_path):
     assert main(["train", *told, *flags]) == 0
     said = []
     out = tmp_path / "ours"
-    done = tg.train(example / "model", traces, out=out, recipe="DR_GRPO", options=OPTIONS, say=said.append)
+    done = tg.train(example / "model", traces, out=out, recipe="DR_GRPO", options=OPTIONS, log=said.append)
     assert rows(out) == rows(tmp_path / "theirs")
     assert (out / "config.toml").read_text() == (tmp_path / "theirs" / "config.toml").read_text()
     assert done.step == 3
@@ -50,14 +50,14 @@ def test_it_is_the_run_of_the_command_line(traces, example, tmp_path):
     assert "steps           3" in card
     assert "traces in 6 groups" in card
     assert str(example) not in card
-    again = tg.train(example / "model", traces, out=out, resume=True, say=said.append)  # the card breaks no seal
+    again = tg.train(example / "model", traces, out=out, resume=True, log=said.append)  # the card breaks no seal
     assert again.step == 3
 
 
 def test_an_objective_by_value_and_tokens_that_are_aligned(traces, example, tmp_path):
     sequences = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(example / "model"))
     mine = tg.presets.with_kl(tg.presets.GRPO, 0.04)
-    told = {"objective": mine, "options": OPTIONS, "sinks": (), "say": lambda line: None}
+    told = {"objective": mine, "options": OPTIONS, "sinks": (), "log": lambda line: None}
     tg.train(example / "model", sequences, out=tmp_path / "a", **told)
     by_name = {**told, "objective": "GRPO", "options": {**OPTIONS, "objective.kl": 0.04}}
     tg.train(example / "model", traces, out=tmp_path / "b", **by_name)
@@ -65,7 +65,7 @@ def test_an_objective_by_value_and_tokens_that_are_aligned(traces, example, tmp_
     assert "kl = 0.04" in (tmp_path / "a" / "config.toml").read_text()
     with pytest.raises(ArgumentError, match="TG-TRAIN-037"):
         tg.train(example / "model", sequences, out=tmp_path / "a", **told)
-    again = tg.train(example / "model", sequences, out=tmp_path / "a", resume=True, sinks=(), say=lambda line: None)
+    again = tg.train(example / "model", sequences, out=tmp_path / "a", resume=True, sinks=(), log=lambda line: None)
     assert again.step == 3
 
 
@@ -75,7 +75,7 @@ def test_a_loss_of_ones_own(traces, example, tmp_path):
 
     mine = Objective(pull, Ratio("theta", "rollout"))
     done = tg.train(
-        example / "model", traces, out=tmp_path, objective=mine, options=OPTIONS, sinks=(), say=lambda line: None
+        example / "model", traces, out=tmp_path, objective=mine, options=OPTIONS, sinks=(), log=lambda line: None
     )
     assert done.step == 3
 
@@ -87,10 +87,10 @@ def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, examp
     assert len(list((tmp_path / "p").glob("shard-*"))) > 2
     told = {"options": OPTIONS, "sinks": (), "recipe": "DR_GRPO"}
     said = []
-    whole = tg.train(model, traces, out=tmp_path / "file", **told, say=lambda line: None)
-    done = tg.train(model, tmp_path / "p", out=tmp_path / "folder", **told, say=said.append)
+    whole = tg.train(model, traces, out=tmp_path / "file", **told, log=lambda line: None)
+    done = tg.train(model, tmp_path / "p", out=tmp_path / "folder", **told, log=said.append)
     opened = tg.train(
-        model, tg.PreparedDataset.open(tmp_path / "p"), out=tmp_path / "opened", **told, say=lambda line: None
+        model, tg.PreparedDataset.open(tmp_path / "p"), out=tmp_path / "opened", **told, log=lambda line: None
     )
     assert rows(tmp_path / "folder") == rows(tmp_path / "file") == rows(tmp_path / "opened")
     assert done.step == whole.step == opened.step
@@ -106,7 +106,7 @@ def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, examp
     flags += [word for name, value in OPTIONS.items() for word in (f"--{name}", str(value))]
     capsys.readouterr()
     assert main(["train", *flags, "--dry-run"]) == 0
-    assert "would    take 3 steps" in capsys.readouterr().out
+    assert "dry run  3 optimizer steps" in capsys.readouterr().out
     assert main(["train", *flags]) == 0
     assert rows(tmp_path / "cli") == rows(tmp_path / "file")
 
@@ -115,7 +115,7 @@ def test_prepared_folders_and_files_are_not_mixed_and_take_no_option_of_aligning
     model = example / "model"
     assert main(["prepare", str(traces), "--model", str(model), "--out", str(tmp_path / "p")]) == 0
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-007.*p"):
-        tg.train(model, [str(tmp_path / "p"), str(traces)], out=tmp_path / "a", say=lambda line: None)
+        tg.train(model, [str(tmp_path / "p"), str(traces)], out=tmp_path / "a", log=lambda line: None)
     options = {"data.logprob_kind": "raw"}
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-011.*data\.logprob_kind"):
-        tg.train(model, tmp_path / "p", out=tmp_path / "a", options=options, say=lambda line: None)
+        tg.train(model, tmp_path / "p", out=tmp_path / "a", options=options, log=lambda line: None)

@@ -179,7 +179,7 @@ def test_with_a_model_tiers_drift_and_tokens_are_those_of_align(tmp_path):
     with Viewer([source], tmp_path / "index", MODEL) as opened:
         whole(opened)
         traces = tg.read(source, limit=40)
-        sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", lenient=True)
+        sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", allow_unknown_ids=True)
         worst = [max(sequences.tier[a:b][sequences.tier[a:b] < 255], default=np.nan) for a, b in _spans(sequences)]
         np.testing.assert_array_equal(opened.columns()["tier"][:40], np.array(worst, np.float32))
         n = int(np.flatnonzero(opened.columns()["drift"] > 0)[0])
@@ -307,7 +307,7 @@ def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
 
 def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path, capsys):
     told = {
-        "dapo": config.to_toml(recipes.find("DAPO").settle()[0]),
+        "dapo": config.to_toml(recipes.find("DAPO").resolve()[0]),
         "other": '[objective]\npreset = "DAPO"\nsurrogate.high = 0.5\n',
     }
     for name, text in told.items():

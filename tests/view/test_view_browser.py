@@ -66,11 +66,11 @@ def run(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("runs") / "first"
     sequences = tg.align(tg.read(SOURCE, limit=48), tg.Tokenizer.from_pretrained(MODEL), on_error="skip")
-    told = {"train.epochs": 2, "pack.step_groups": 3, "data.holdout": 0.0, "optimizer.lr": 1e-3}
+    told = {"train.epochs": 2, "train.groups_per_step": 3, "data.holdout": 0.0, "optimizer.lr": 1e-3}
     chosen = load(overrides=list(told.items()))
     model = load_model(MODEL)
     trainer.train(
-        sequences, model, objective=presets.DAPO, config=chosen, out=out, tokenizer=MODEL, sinks=[], say=lambda _: None
+        sequences, model, objective=presets.DAPO, config=chosen, out=out, tokenizer=MODEL, sinks=[], log=lambda _: None
     )
     return out
 

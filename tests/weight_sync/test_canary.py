@@ -111,7 +111,7 @@ def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, request
 
     async def run():
         async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await probe_requests.send_probes(servers, [CHAT], tokens=100, length=length, again=False)
+            return await probe_requests.send_probes(servers, [CHAT], tokens=100, length=length, repeat_first=False)
 
     assert len(asyncio.run(run())) == requests
 

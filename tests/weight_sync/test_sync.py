@@ -87,7 +87,7 @@ def never(path, times):
 def test_a_push_pauses_updates_finishes_and_resumes_in_this_order(tmp_path):
     pushed, [stand], _ = pushing(never, tmp_path=tmp_path, pushes=2)
     assert stand.paths == [INIT, *PUSH, *PUSH]
-    assert [(one.version, one.ok, one.evicted, one.repeated) for one in pushed] == [
+    assert [(one.version, one.updated, one.evicted, one.repeated) for one in pushed] == [
         (1, (stand.url,), (), 0),
         (2, (stand.url,), (), 0),
     ]
@@ -126,7 +126,7 @@ def test_what_fails_once_is_sent_once_more_and_never_resumed_before(path, fault,
         return FAULTS[fault] if asked == path and times == 1 else None
 
     [pushed], [stand], servers = pushing(answer, tmp_path=tmp_path, timeout_s=PATIENCE_S[fault])
-    assert (pushed.ok, pushed.evicted, pushed.repeated) == ((stand.url,), (), 1)
+    assert (pushed.updated, pushed.evicted, pushed.repeated) == ((stand.url,), (), 1)
     assert stand.version == "1"
     assert not stand.paused
     assert stand.paths[-len(AGAIN) :] == AGAIN
@@ -139,7 +139,7 @@ def test_what_fails_twice_stays_paused_and_is_evicted_and_the_run_goes_on_with_t
         return FAULTS[fault] if asked == "/update_weights" else None
 
     [pushed], [bad, good], servers = pushing(answer, never, tmp_path=tmp_path, timeout_s=PATIENCE_S[fault])
-    assert pushed.ok == (good.url,)
+    assert pushed.updated == (good.url,)
     assert [one.url for one in pushed.evicted] == [bad.url]
     assert "/update_weights" in pushed.evicted[0].why
     assert pushed.lines() == [str(pushed.evicted[0])]
@@ -165,7 +165,7 @@ def test_a_server_that_is_gone_gets_the_weights_before_it_is_asked_again(tmp_pat
             await sync.push(WEIGHTS, 1)
             await second.__aexit__()
             pushed = await sync.push(WEIGHTS, 2)
-            assert (pushed.ok, pushed.away, pushed.evicted) == ((first.url,), (second.url,), ())
+            assert (pushed.updated, pushed.unreachable, pushed.evicted) == ((first.url,), (second.url,), ())
             assert second.url in pushed.lines()[0]
             # Started again, it holds the weights that it was started with.
             async with Vllm(port=second.port) as back:
@@ -183,7 +183,7 @@ def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
     async def run():
         async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
             await File(servers, tmp_path).push(WEIGHTS, 1)
-            servers.leave_out(stand.url, "cut off")
+            servers.suspend(stand.url, "cut off")
             assert await servers.usable(60.0)
             assert stand.paths.count("/update_weights") == 1
 
@@ -204,11 +204,11 @@ def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(
                 sync = File(servers, tmp_path)
                 pushing = asyncio.ensure_future(sync.push(WEIGHTS, 1))
                 await until(lambda: stand.asked("/update_weights"))
-                servers.leave_out(stand.url, "cut off")  # asked for its health, then brought up to date
+                servers.suspend(stand.url, "cut off")  # asked for its health, then brought up to date
                 await until(lambda: stand.asked("/health"))
                 await asyncio.sleep(0.1)  # for what must not come
                 seen.set()
-                assert (await pushing).ok
+                assert (await pushing).updated
                 assert await servers.usable(60.0)
                 steps = [path for path in stand.paths if path in PUSH]
                 assert steps == PUSH * (len(steps) // len(PUSH))
@@ -318,8 +318,8 @@ class Far(Servers):
     def urls(self):
         return ["http://10.0.0.5:8000"]
 
-    async def ask(self, url, path, *rest, **options):
-        return await super().ask(self.stand.url, path, *rest, **options)
+    async def request(self, url, path, *rest, **options):
+        return await super().request(self.stand.url, path, *rest, **options)
 
 
 @pytest.mark.parametrize("guarded", [False, True])
@@ -337,7 +337,7 @@ def test_an_open_server_beyond_this_machine_is_refused(guarded, tmp_path):
                 assert stand.paths == ["/is_paused"]
             async with Far(stand, key="secret") as servers:
                 if guarded:
-                    assert (await File(servers, tmp_path).push(WEIGHTS, 1)).ok
+                    assert (await File(servers, tmp_path).push(WEIGHTS, 1)).updated
                 else:
                     with pytest.raises(ArgumentError, match="TG-SYNC-001"):
                         await File(servers, tmp_path).push(WEIGHTS, 1)
@@ -378,7 +378,7 @@ def test_the_guard_lets_in_who_has_the_token(monkeypatch):
 
 
 def test_what_a_server_must_be_started_with(tmp_path):
-    flags, environment = vllm_arguments("file", beside=tmp_path / "beside", guard=True)
+    flags, environment = vllm_arguments("file", package_folder=tmp_path / "beside", require_key=True)
     assert '{"backend": "tracegrad_file"}' in flags
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert (tmp_path / "beside" / "tracegrad" / "weight_sync" / "worker.py").exists()
@@ -388,4 +388,4 @@ def test_what_a_server_must_be_started_with(tmp_path):
 
 
 def test_who_is_left_out_is_said_in_a_sentence():
-    assert str(Eviction("http://a", "it hung")) == "http://a is left out for the rest of the run: it hung"
+    assert str(Eviction("http://a", "it hung")) == "http://a is evicted for the rest of the run: it hung"

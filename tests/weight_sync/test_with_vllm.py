@@ -50,7 +50,7 @@ def test_every_generation_is_held_with_the_ids_that_were_sampled(aligned):
             continue
         sampled = [i for call in trace.to_dict()["calls"] for i in call["response"]["choices"][0]["token_ids"]]
         assert sequences.ids[(owner == row) & sequences.trainable].tolist() == sampled
-    assert sequences.drift.rate < 0.05
+    assert sequences.alignment_report.rate < 0.05
     assert len(traces) == 8 * GROUPS
 
 
@@ -72,12 +72,12 @@ def test_one_step_trains_on_them(recorded, example, tmp_path):
     from tracegrad.cli import main
 
     arguments = ["train", str(recorded), "--model", str(example / "model"), "--out", str(tmp_path / "out")]
-    options = ["--pack.step_groups", str(GROUPS), "--data.holdout", "0", "--optimizer.lr", "2e-4"]
+    options = ["--train.groups_per_step", str(GROUPS), "--data.holdout", "0", "--optimizer.lr", "2e-4"]
     assert main([*arguments, *options]) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     last = rows[-1]
     assert last["step"] == 1
-    assert last["frac_old_logprobs_valid"] > 0.95
+    assert last["rollout_logprob_coverage"] > 0.95
     assert abs(last["mean_importance_ratio"] - 1) < 1e-3
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint")
 

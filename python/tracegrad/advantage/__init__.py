@@ -1,7 +1,7 @@
 """Compute advantages: how a reward compares with others. Arrays in, arrays out.
 
-The input is rewards and group ids. Rewards of turns or terms also need the lengths of traces. The output is float32
-advantages per trace [R] or per term [M], computed in float64. Groups are defined by id and may differ in size. NaN is
+The input is rewards and group ids. Rewards of turns or tokens also need the lengths of traces. The output is float32
+advantages per trace [R] or per token [M], computed in float64. Groups are defined by id and may differ in size. NaN is
 an unknown reward: it is outside every baseline, and its advantage is 0. The package needs only numpy, no tokens and no
 model.
 

@@ -1,6 +1,6 @@
 """KL in the reward: subtract a KL penalty from the reward of a trace, before the baseline.
 
-The logprobs are those of the policy before the step and of the reference, so both are computed before the advantages.
+It uses logprobs of the policy before the step and of the reference, so both are computed before the advantages.
 The recorded logprobs may replace the first. `AdaptiveKl` is a coefficient that follows a target.
 """
 
@@ -24,9 +24,9 @@ class PenalisedRewards(NamedTuple):
     """Result of `kl_in_reward`.
 
     Args:
-        rewards: [R] float64, each minus the penalties of the terms of its trace.
-        per_term: [M] float64, -coef times the estimate at each term; add it to rewards of terms (`at_turn_ends`).
-        kl: mean of the estimate over each trace, then over traces with a term; pass it to `AdaptiveKl.after`.
+        rewards: [R] float64, each minus the penalties of the tokens of its trace.
+        per_term: [M] float64, -coef times the estimate at each token; add it to rewards of tokens (`at_turn_ends`).
+        kl: mean of the estimate over each trace, then over traces with a token; pass it to `AdaptiveKl.after`.
     """
 
     rewards: Floats
@@ -44,7 +44,7 @@ def kl_in_reward(
     kind: Literal["k1", "k2", "k3", "abs"] = "k1",
     cap: float | None = None,
 ) -> PenalisedRewards:
-    """Subtract coef times an estimate of KL(old||ref) at each term from the reward of its trace.
+    """Subtract coef times an estimate of KL(old||ref) at each token from the reward of its trace.
 
     With l = log old - log ref: k1 is l, abs |l|, k2 l^2 / 2, k3 exp(-l) - 1 + l.
 
@@ -52,7 +52,7 @@ def kl_in_reward(
         rewards: [R], NaN if a trace could not be scored; it stays NaN.
         old: [M] logprobs of the policy before the step (or of the one that sampled), nats.
         ref: [M] logprobs of the reference, nats.
-        trace: [M] row of each term's trace in `rewards`.
+        trace: [M] row of each token's trace in `rewards`.
         coef: 0 or more.
         kind: the estimate.
         cap: the estimate is clamped to [-cap, cap]; verl clamps k3 to 10.
@@ -71,7 +71,8 @@ def kl_in_reward(
     for name, value in (("coef", coef), ("cap", cap)):
         if value is not None and not value >= 0:
             raise ArgumentError(
-                f"TG-ADV-001: {name} is {value}. A trace would be paid for leaving the reference. Pass 0 or more."
+                f"TG-ADV-001: {name} is {value}. A negative coefficient would reward distance from the reference. "
+                "Pass 0 or more."
             )
     reward = _validation.real(rewards, "rewards")
     refuse_infinite(reward)
@@ -82,9 +83,9 @@ def kl_in_reward(
     unknown = np.flatnonzero(np.isnan(gap))
     if len(unknown):
         raise ArgumentError(
-            f"TG-ADV-002: term {unknown[0]} of trace {owner[unknown[0]]}: old {old_logprob[unknown[0]]}, "
-            f"ref {ref_logprob[unknown[0]]}. What its trace pays is "
-            "not known. Measure both policies at every term, or leave the trace out."
+            f"TG-ADV-002: token {unknown[0]} of trace {owner[unknown[0]]}: old {old_logprob[unknown[0]]}, "
+            f"ref {ref_logprob[unknown[0]]}. The penalty needs both. "
+            "Measure both policies at every token, or leave the trace out."
         )
     bounded = gap.clip(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     estimates = {"k1": gap, "abs": np.abs(gap), "k2": gap**2 / 2, "k3": np.expm1(-bounded) + bounded}

@@ -41,20 +41,20 @@ def normalize_then_sum(
     scale: Scale = "std",
     ddof: int | None = None,
     eps: float | None = None,
-    singleton: Singleton = "refuse",
+    single_sample_group: Singleton = "error",
 ) -> Floats:
     """Compare each reward with its own group, then return the weighted sum: GDPO before its last step.
 
     A reward of large spread then does not dominate the others. GDPO ends with `whiten` of this: in TRL
-    ("normalize_then_sum") over traces, eps 1e-4 in the deviation; in verl over terms, `whiten(found[trace], ...)`, eps
+    ("normalize_then_sum") over traces, eps 1e-4 in the deviation; in verl over tokens, `whiten(found[trace], ...)`, eps
     1e-8 in the variance.
 
     Args:
         rewards: [R, K], NaN if a trace lacks a reward: it is outside that reward's baseline and adds nothing.
         groups: [R] ids.
         weights: [K], default 1 each.
-        scale, ddof, eps, singleton: for each reward, as in `group_mean`. A group in which only one trace has the reward
-            is a group of one.
+        scale, ddof, eps, single_sample_group: for each reward, as in `group_mean`. A group in which only one trace has
+            the reward is a group of one.
 
     Returns:
         [R] float64, NaN if a trace has none of its rewards.
@@ -68,7 +68,10 @@ def normalize_then_sum(
     [2.0, -2.0]
     """
     table, weight = _table(rewards, weights)
-    columns = [group_mean_float64(GroupedRewards.of(column, groups), scale, ddof, eps, singleton) for column in table.T]
+    columns = [
+        group_mean_float64(GroupedRewards.of(column, groups), scale, ddof, eps, single_sample_group)
+        for column in table.T
+    ]
     return _sum(np.stack(columns, axis=1), table, weight)
 
 
@@ -117,8 +120,8 @@ def overlong(lengths: ArrayLike, *, longest: int, buffer: int, penalty: float = 
     """
     if not 0 < buffer <= longest or not 0 < penalty < np.inf:
         raise ArgumentError(
-            f"TG-ADV-006: overlong with longest {longest}, buffer {buffer}, penalty {penalty}. No line leads from 0 "
-            "to the penalty. The buffer lies within the budget, and the penalty is above 0."
+            f"TG-ADV-006: overlong with longest {longest}, buffer {buffer}, penalty {penalty}. The buffer "
+            "must be within the budget, and the penalty above 0."
         )
     left = (longest - buffer) - np.asarray(lengths, np.float64)
     return (np.minimum(left, 0) / buffer * penalty).astype(np.float32)

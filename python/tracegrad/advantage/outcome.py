@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _validation
 from tracegrad.errors import ArgumentError
 
-Singleton = Literal["refuse", "zero", "keep"]
+Singleton = Literal["error", "zero", "keep"]
 Floats = NDArray[np.float64]
 
 
@@ -66,7 +66,7 @@ def group_counts(rewards: ArrayLike, groups: ArrayLike) -> GroupCounts:
     alone = group.count == 1
     return GroupCounts(
         traces=len(group.reward),
-        unscorable=int((~group.known).sum()),
+        unscorable=int((~group.scored).sum()),
         groups=int((group.count > 0).sum()),
         singletons=int(alone.sum()),
         equal=int(group.equal.sum()),
@@ -83,14 +83,14 @@ class GroupedRewards:
 
     Args:
         reward: [R] float64, 0 if unknown.
-        known: [R] bool.
+        scored: [R] bool.
         index: [R], row of each trace's group in `names`.
         names: [G] ids.
         count: [G] number of known rewards.
     """
 
     reward: Floats
-    known: NDArray[np.bool_]
+    scored: NDArray[np.bool_]
     index: NDArray[np.intp]
     names: NDArray[Any]
     count: NDArray[np.intp]
@@ -111,7 +111,7 @@ class GroupedRewards:
 
     def sum(self, values: Floats) -> Floats:
         """Return [G]: [R] values summed over the known rewards of each group."""
-        return np.bincount(self.index, np.where(self.known, values, 0.0), len(self.names)).astype(np.float64)
+        return np.bincount(self.index, np.where(self.scored, values, 0.0), len(self.names)).astype(np.float64)
 
     @cached_property
     def mean(self) -> Floats:
@@ -122,8 +122,8 @@ class GroupedRewards:
     def extent(self) -> tuple[Floats, Floats]:
         """[G] lowest and highest known reward; infinities if there are none."""
         low, high = np.full(len(self.names), np.inf), np.full(len(self.names), -np.inf)
-        np.minimum.at(low, self.index[self.known], self.reward[self.known])
-        np.maximum.at(high, self.index[self.known], self.reward[self.known])
+        np.minimum.at(low, self.index[self.scored], self.reward[self.scored])
+        np.maximum.at(high, self.index[self.scored], self.reward[self.scored])
         return low, high
 
     @property
@@ -133,30 +133,31 @@ class GroupedRewards:
         return (self.count > 1) & (low == high)
 
     @property
-    def alone(self) -> NDArray[np.bool_]:
+    def is_singleton(self) -> NDArray[np.bool_]:
         """[R] bool: the only known reward of its group."""
-        return (self.count == 1)[self.index] & self.known
+        return (self.count == 1)[self.index] & self.scored
 
-    def settle(self, advantage: Floats, singleton: str) -> Floats:
+    def finalize(self, advantage: Floats, single_sample_group: str) -> Floats:
         """Return [R] float64: the advantages with their special cases applied.
 
-        They are 0 for unknown rewards and exactly 0 in equal groups. `singleton` decides those of a group of one.
+        They are 0 for unknown rewards and exactly 0 in equal groups. `single_sample_group` decides those of a group
+        of one.
         """
-        if not isinstance(singleton, str) or singleton not in ("refuse", "zero", "keep"):
+        if not isinstance(single_sample_group, str) or single_sample_group not in ("error", "zero", "keep"):
             raise ArgumentError(
-                f"TG-ADV-008: singleton is {_validation.describe(singleton)}. It says what becomes of a group of one. "
-                "It must be 'refuse', 'zero' or 'keep'."
+                f"TG-ADV-008: single_sample_group is {_validation.describe(single_sample_group)}. It must "
+                "be 'error', 'zero' or 'keep'."
             )
-        alone = self.alone
-        if singleton == "refuse" and alone.any():
+        alone = self.is_singleton
+        if single_sample_group == "error" and alone.any():
             first = int(np.flatnonzero(alone)[0])
             raise ArgumentError(
                 f"TG-ADV-009: trace {first}: group {self.names[self.index[first]]!s} has one scorable trace; there are "
-                f"{int(alone.sum())} such groups. A baseline needs two. Pass singleton='zero' or 'keep', or use "
-                "batch_mean for one sample a prompt."
+                f"{int(alone.sum())} such groups. A baseline needs two. Pass single_sample_group='zero' or 'keep', or "
+                "use batch_mean for one sample a prompt."
             )
-        result = np.where(self.equal[self.index] | ~self.known, 0.0, advantage)
-        return np.where(alone, self.reward if singleton == "keep" else 0.0, result)
+        result = np.where(self.equal[self.index] | ~self.scored, 0.0, advantage)
+        return np.where(alone, self.reward if single_sample_group == "keep" else 0.0, result)
 
 
 def refuse_infinite(reward: Floats) -> None:
@@ -164,7 +165,8 @@ def refuse_infinite(reward: Floats) -> None:
     bad = np.flatnonzero(np.isinf(reward))
     if len(bad):
         raise ArgumentError(
-            f"TG-ADV-010: trace {bad[0]}: the reward is {reward[bad[0]]}. It would make the whole group infinite. "
+            f"TG-ADV-010: trace {bad[0]}: the reward is {reward[bad[0]]}. All advantages of its group would be "
+            "infinite. "
             "Pass NaN for a trace that could not be scored."
         )
 
@@ -183,13 +185,13 @@ def check_scale(scale: str, ddof: int | None, eps: float | None) -> float:
     """
     if not isinstance(scale, str) or scale not in ("none", "std", "batch_std"):
         raise ArgumentError(
-            f"TG-ADV-011: scale is {_validation.describe(scale)}. It says what a difference is divided by. "
+            f"TG-ADV-011: scale is {_validation.describe(scale)}. It is the divisor of the advantages. "
             "It must be 'none' or 'std' (of the group) or 'batch_std'."
         )
     if scale == "none" and (ddof is not None or eps is not None):
         raise ArgumentError(
-            "TG-ADV-012: ddof and eps have no effect with scale='none': nothing is divided. An option that does "
-            "nothing hides a mistake. Leave them out, or pass scale='std'."
+            "TG-ADV-012: ddof and eps have no effect with scale='none': nothing is divided. "
+            "Omit them, or pass scale='std'."
         )
     if scale != "none":
         check_ddof(ddof, f"scale={scale!r}")
@@ -211,7 +213,7 @@ def divide_by_std(advantage: Floats, group: GroupedRewards, scale: str, ddof: in
         return advantage
     assert ddof is not None
     if scale == "batch_std":
-        spread = np.full(len(group.names), _deviation(group.reward[group.known], ddof))
+        spread = np.full(len(group.names), _deviation(group.reward[group.scored], ddof))
     else:
         square = group.sum((group.reward - group.mean[group.index]) ** 2)
         spread = np.where(group.count == 1, 1.0, np.sqrt(square / np.maximum(group.count - ddof, 1)))
@@ -221,7 +223,7 @@ def divide_by_std(advantage: Floats, group: GroupedRewards, scale: str, ddof: in
 def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArray[np.float32]:
     """Return all values minus their mean, divided by their deviation.
 
-    Over traces this is a batch normalisation. Over terms (`advantages[trace]`) a trace counts once per term, as in
+    Over traces this is a batch normalisation. Over tokens (`advantages[trace]`) a trace counts once per token, as in
     verl's and SkyRL's `masked_whiten`. NaN is left out and becomes 0. If all values are equal, all results are 0.
 
     Args:
@@ -235,7 +237,7 @@ def whiten(values: ArrayLike, *, ddof: int, eps: float, eps_in: EpsIn) -> NDArra
         float32, in the shape of `values`.
 
     Raises:
-        ArgumentError: if exactly one value is known, as its deviation is not defined; for infinities.
+        ArgumentError: if only one value is not NaN, because its deviation is not defined; for infinities.
 
     >>> whiten([3.0, 1.0, float("nan")], ddof=0, eps=0.0, eps_in="variance").tolist()
     [1.0, -1.0, 0.0]
@@ -247,7 +249,7 @@ def whiten_float64(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats
     """Return `whiten` in float64."""
     if eps_in not in ("variance", "deviation"):
         raise ArgumentError(
-            f"TG-ADV-014: eps_in is {eps_in!r}. Peers differ in where eps stands. "
+            f"TG-ADV-014: eps_in is {eps_in!r}. Peers add eps at different places. "
             "It must be 'variance' (verl, SkyRL) or 'deviation' (TRL)."
         )
     check_ddof(ddof, "whiten")
@@ -268,12 +270,12 @@ def whiten_float64(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats
 def divide_by_mean_abs(
     advantages: ArrayLike, *, weights: ArrayLike | None = None, balance: float = 0.0
 ) -> NDArray[np.float32]:
-    """Divide advantages of terms by their mean size, so that a learning rate has the same effect for any spread of
+    """Divide advantages of tokens by their mean size, so that a learning rate has the same effect for any spread of
     rewards.
 
     Args:
-        advantages: [M] of all terms of a batch.
-        weights: [M] weight of each term in the mean, which is divided by the sum of the weights; None means equal
+        advantages: [M] of all tokens of a batch.
+        weights: [M] weight of each token in the mean, which is divided by the sum of the weights; None means equal
             weights.
         balance: from 0 to 1 first removes that share of negative advantages, from 0 to -1 of positive ones.
 
@@ -290,14 +292,14 @@ def divide_by_mean_abs(
     """
     if not -1 <= balance <= 1:
         raise ArgumentError(
-            f"TG-ADV-016: balance is {balance}. More than all of one sign cannot be taken off. Pass -1 to 1."
+            f"TG-ADV-016: balance is {balance}. One sign cannot be reduced by more than all of it. Pass -1 to 1."
         )
     value = _validation.real(advantages, "advantages")
     weight = np.ones_like(value) if weights is None else _validation.real(weights, "weights")
     if weight.shape != value.shape or not np.isfinite(value + weight).all() or (weight < 0).any():
         raise ArgumentError(
             f"TG-ADV-017: advantages have shape {value.shape} and weights {weight.shape}; a value may not be finite, "
-            "or a weight is below 0. Their mean size would mean nothing. Pass one of each for every term."
+            "or a weight is below 0. Their mean size would mean nothing. Pass one of each for every token."
         )
     factor = np.where(value > 0, 1 + min(balance, 0.0), 1 - max(balance, 0.0))
     value = value * factor + 0.0
@@ -326,7 +328,7 @@ def group_mean(
     scale: Scale = "none",
     ddof: int | None = None,
     eps: float | None = None,
-    singleton: Singleton = "refuse",
+    single_sample_group: Singleton = "error",
 ) -> NDArray[np.float32]:
     """Return reward minus the mean of its group; with a scale divided by (standard deviation + eps).
 
@@ -339,14 +341,14 @@ def group_mean(
             scale_rewards="batch").
         ddof: required with a scale: 1 divides by n - 1 (TRL, verl, SkyRL), 0 by n (ART).
         eps: with a scale, added to the standard deviation; default 1e-4 (TRL). verl, SkyRL and ART use 1e-6.
-        singleton: a group with one scorable trace has no baseline: "refuse" raises, "zero" sets its advantage to 0,
-            "keep" uses its reward (divided by 1 + eps with "std", as verl's grpo does).
+        single_sample_group: a group with one scorable trace has no baseline: "error" raises, "zero" sets its advantage
+            to 0, "keep" uses its reward (divided by 1 + eps with "std", as verl's grpo does).
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ, ddof missing or without
+        ArgumentError: for a group of one under "error", infinite rewards, lengths that differ, ddof missing or without
             effect.
 
     Source: Shao et al. 2024, arXiv 2402.03300, section 4.1; scale="none": Liu et al. 2025, arXiv 2503.20783.
@@ -354,15 +356,17 @@ def group_mean(
     >>> group_mean([1.0, 0.0, 0.0, 5.0, 5.0], [7, 7, 7, 9, 9]).round(3).tolist()
     [0.6669999957084656, -0.3330000042915344, -0.3330000042915344, 0.0, 0.0]
     """
-    return group_mean_float64(GroupedRewards.of(rewards, groups), scale, ddof, eps, singleton).astype(np.float32)
+    return group_mean_float64(GroupedRewards.of(rewards, groups), scale, ddof, eps, single_sample_group).astype(
+        np.float32
+    )
 
 
 def group_mean_float64(
-    group: GroupedRewards, scale: str, ddof: int | None, eps: float | None, singleton: str
+    group: GroupedRewards, scale: str, ddof: int | None, eps: float | None, single_sample_group: str
 ) -> Floats:
     """Return `group_mean` in float64, for further computation."""
     eps_ = check_scale(scale, ddof, eps)
-    advantage = group.settle(group.reward - group.mean[group.index], singleton)
+    advantage = group.finalize(group.reward - group.mean[group.index], single_sample_group)
     return divide_by_std(advantage, group, scale, ddof, eps_)
 
 
@@ -372,7 +376,7 @@ def batch_mean(
     scale: Literal["none", "std"] = "none",
     ddof: int | None = None,
     eps: float | None = None,
-    singleton: Singleton = "refuse",
+    single_sample_group: Singleton = "error",
 ) -> NDArray[np.float32]:
     """Return reward minus the mean of the batch, for logs with one sample per prompt; otherwise as `group_mean`.
 
@@ -384,35 +388,35 @@ def batch_mean(
     """
     reward = _validation.real(rewards, "rewards")
     groups = np.zeros(len(np.atleast_1d(reward)), np.int64)
-    return group_mean(reward, groups, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
+    return group_mean(reward, groups, scale=scale, ddof=ddof, eps=eps, single_sample_group=single_sample_group)
 
 
-def rloo(rewards: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refuse") -> NDArray[np.float32]:
+def rloo(rewards: ArrayLike, groups: ArrayLike, *, single_sample_group: Singleton = "error") -> NDArray[np.float32]:
     """Return reward minus the mean of the others in its group: (r - mean) * n / (n - 1).
 
     Args:
         rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
-        singleton: peers differ: "keep" is verl's rloo, "zero" its rloo_vectorized, SkyRL's and TRL's.
+        single_sample_group: peers differ: "keep" is verl's rloo, "zero" its rloo_vectorized, SkyRL's and TRL's.
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
+        ArgumentError: for a group of one under "error", infinite rewards, lengths that differ.
 
     Source: Kool et al. 2019 (openreview r1lgTGL5DE); Ahmadian et al. 2024, arXiv 2402.14740.
 
-    >>> rloo([3.0, 0.0, 0.0, 4.0], [0, 0, 0, 1], singleton="keep").tolist()
+    >>> rloo([3.0, 0.0, 0.0, 4.0], [0, 0, 0, 1], single_sample_group="keep").tolist()
     [3.0, -1.5, -1.5, 4.0]
     """
     group = GroupedRewards.of(rewards, groups)
     others = (group.count / np.maximum(group.count - 1, 1))[group.index]
-    return group.settle((group.reward - group.mean[group.index]) * others, singleton).astype(np.float32)
+    return group.finalize((group.reward - group.mean[group.index]) * others, single_sample_group).astype(np.float32)
 
 
 def opo(
-    rewards: ArrayLike, lengths: ArrayLike, groups: ArrayLike, *, singleton: Singleton = "refuse"
+    rewards: ArrayLike, lengths: ArrayLike, groups: ArrayLike, *, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
     """Return reward minus the length-weighted mean of its group, sum(l * r) / sum(l).
 
@@ -420,16 +424,17 @@ def opo(
 
     Args:
         rewards: [R], NaN if a trace could not be scored.
-        lengths: [R] trained terms of each trace, not negative. If the scorable traces of a group have no terms at all,
+        lengths: [R] trained tokens of each trace, not negative. If the scorable traces of a group have no tokens at
+            all,
             their advantage is 0: there is nothing to train (verl: NaN).
         groups: [R] ids.
-        singleton: verl keeps the reward.
+        single_sample_group: verl keeps the reward.
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, negative lengths, shapes that differ.
+        ArgumentError: for a group of one under "error", infinite rewards, negative lengths, shapes that differ.
 
     Source: Hao et al. 2025, arXiv 2505.23585.
 
@@ -440,16 +445,16 @@ def opo(
     if length.shape != group.reward.shape or not (length >= 0).all():
         raise ArgumentError(
             f"TG-ADV-018: lengths have shape {length.shape} for {len(group.reward)} traces, the least is "
-            f"{length.min() if length.size else None}. They weigh the baseline. Pass how many terms each trace has."
+            f"{length.min() if length.size else None}. They weigh the baseline. Pass how many tokens each trace has."
         )
     total_length = group.sum(length)
     baseline = safe_divide(group.sum(length * group.reward), total_length)
     advantage = np.where((total_length > 0)[group.index], group.reward - baseline[group.index], 0.0)
-    return group.settle(advantage, singleton).astype(np.float32)
+    return group.finalize(advantage, single_sample_group).astype(np.float32)
 
 
 def gpg(
-    rewards: ArrayLike, groups: ArrayLike, *, nonzero: NonzeroOf, singleton: Singleton = "refuse"
+    rewards: ArrayLike, groups: ArrayLike, *, nonzero: NonzeroOf, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
     """Return alpha * (reward - mean of its group), with alpha = scorable traces / those that are not zero.
 
@@ -460,13 +465,13 @@ def gpg(
         groups: [R] ids.
         nonzero: what is counted: "advantages" (a trace with advantage 0 has no gradient), or "rewards", as verl does:
             there a failed trace counts as one without gradient, and adding 1 to all rewards changes alpha.
-        singleton: verl keeps alpha * reward.
+        single_sample_group: verl keeps alpha * reward.
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
+        ArgumentError: for a group of one under "error", infinite rewards, lengths that differ.
 
     Source: Chu et al. 2025, arXiv 2504.02546.
 
@@ -475,17 +480,18 @@ def gpg(
     """
     if nonzero not in ("rewards", "advantages"):
         raise ArgumentError(
-            f"TG-ADV-019: nonzero is {nonzero!r}. It says which zeros alpha makes up for. It must be 'rewards' "
+            f"TG-ADV-019: nonzero is {nonzero!r}. It selects the zeros that alpha compensates for. It must be "
+            "'rewards' "
             f"or 'advantages'."
         )
     group = GroupedRewards.of(rewards, groups)
-    advantage = group_mean_float64(group, "none", None, None, singleton)
+    advantage = group_mean_float64(group, "none", None, None, single_sample_group)
     counted = np.count_nonzero(group.reward if nonzero == "rewards" else advantage)
-    return (advantage * int(group.known.sum()) / max(counted, 1)).astype(np.float32)
+    return (advantage * int(group.scored.sum()) / max(counted, 1)).astype(np.float32)
 
 
 def max_rl(
-    rewards: ArrayLike, groups: ArrayLike, *, eps: float = 0.0, singleton: Singleton = "refuse"
+    rewards: ArrayLike, groups: ArrayLike, *, eps: float = 0.0, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
     """Return (reward - mean) / (mean + eps) of its group, 0 if the mean is not above 0.
 
@@ -496,13 +502,13 @@ def max_rl(
         rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
         eps: 0 in prime-rl; 1e-6 in SkyRL.
-        singleton: SkyRL keeps the reward.
+        single_sample_group: SkyRL keeps the reward.
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for a group of one under "refuse", infinite rewards, lengths that differ.
+        ArgumentError: for a group of one under "error", infinite rewards, lengths that differ.
 
     Source: Maximum-likelihood RL, 2026, arXiv 2602.02710. SkyRL divides by a mean below 0 too, which flips the sign.
 
@@ -511,7 +517,9 @@ def max_rl(
     """
     group = GroupedRewards.of(rewards, groups)
     denominator = np.where(group.mean > 0, group.mean + eps, 0.0)[group.index]
-    return group.settle(safe_divide(group.reward - group.mean[group.index], denominator), singleton).astype(np.float32)
+    return group.finalize(safe_divide(group.reward - group.mean[group.index], denominator), single_sample_group).astype(
+        np.float32
+    )
 
 
 def pass_at_k(
@@ -521,7 +529,7 @@ def pass_at_k(
     scale: Scale = "none",
     ddof: int | None = None,
     eps: float | None = None,
-    singleton: Singleton = "refuse",
+    single_sample_group: Singleton = "error",
 ) -> NDArray[np.float32]:
     """Return the lead of the best trace of a group over the second best; all other traces have 0.
 
@@ -540,16 +548,16 @@ def pass_at_k(
     [0.0, 0.5, 0.0]
     """
     group, eps_ = GroupedRewards.of(rewards, groups), check_scale(scale, ddof, eps)
-    known = np.flatnonzero(group.known)
+    known = np.flatnonzero(group.scored)
     order = known[np.lexsort((group.reward[known], group.index[known]))]
     last = np.cumsum(group.count)[group.count > 1] - 1
     lead = np.zeros_like(group.reward)
     lead[order[last]] = group.reward[order[last]] - group.reward[order[last - 1]]
-    return divide_by_std(group.settle(lead, singleton), group, scale, ddof, eps_).astype(np.float32)
+    return divide_by_std(group.finalize(lead, single_sample_group), group, scale, ddof, eps_).astype(np.float32)
 
 
 def a_star(
-    rewards: ArrayLike, groups: ArrayLike, *, beta: float, singleton: Singleton = "refuse"
+    rewards: ArrayLike, groups: ArrayLike, *, beta: float, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
     """Return reward minus V*, where V* = beta * log(mean over the group of exp(reward / beta)).
 
@@ -560,13 +568,13 @@ def a_star(
         rewards: [R], NaN if a trace could not be scored.
         groups: [R] ids.
         beta: above 0; TRL's A2PO has beta1 0.5.
-        singleton: for one sample V* is its own reward, so it carries no information.
+        single_sample_group: for one sample V* is its own reward, so it carries no information.
 
     Returns:
         [R] float32.
 
     Raises:
-        ArgumentError: for beta not above 0, a group of one under "refuse", infinite rewards, lengths that differ.
+        ArgumentError: for beta not above 0, a group of one under "error", infinite rewards, lengths that differ.
 
     Source: A*-PO, 2025, arXiv 2505.20686; OAPL, 2026, arXiv 2602.19362.
 
@@ -582,7 +590,7 @@ def a_star(
     group = GroupedRewards.of(rewards, groups)
     highest = np.where(group.count > 0, group.extent[1], 0.0)
     mean = group.sum(
-        np.exp((group.reward - highest[group.index]) / beta, where=group.known, out=np.zeros_like(group.reward))
+        np.exp((group.reward - highest[group.index]) / beta, where=group.scored, out=np.zeros_like(group.reward))
     )
     value = highest + beta * np.log(np.where(group.count > 0, mean, 1.0) / np.maximum(group.count, 1))
-    return group.settle(group.reward - value[group.index], singleton).astype(np.float32)
+    return group.finalize(group.reward - value[group.index], single_sample_group).astype(np.float32)

@@ -21,7 +21,7 @@ from tracegrad.errors import ArgumentError
 def discounted_sums(values: Floats, owner: NDArray[np.int64], gamma: float) -> Floats:
     """Return [M] S_t = v_t + gamma * S_(t+1) within each trace.
 
-    Computed by doubling: after k rounds S_t covers 2**k terms.
+    Computed by doubling: after k rounds S_t covers 2**k tokens.
     """
     order = np.argsort(owner, kind="stable")
     ids, total = owner[order], values[order]
@@ -34,7 +34,7 @@ def discounted_sums(values: Floats, owner: NDArray[np.int64], gamma: float) -> F
 
 
 def next_values(values: Floats, owner: NDArray[np.int64]) -> Floats:
-    """Return [M] the value at the next term of the same trace, 0 after the last."""
+    """Return [M] the value at the next token of the same trace, 0 after the last."""
     order = np.argsort(owner, kind="stable")
     ids, ordered = owner[order], values[order]
     after = np.zeros_like(ordered)
@@ -43,7 +43,7 @@ def next_values(values: Floats, owner: NDArray[np.int64]) -> Floats:
 
 
 def running_sums(values: Floats, owner: NDArray[np.int64]) -> Floats:
-    """Return [M] the sum from the first term of the trace to this one."""
+    """Return [M] the sum from the first token of the trace to this one."""
     return discounted_sums(values[::-1], owner[::-1], 1.0)[::-1]
 
 
@@ -53,14 +53,14 @@ def check_terms(trace: ArrayLike, **values: ArrayLike) -> tuple[Floats, NDArray[
     array, owner = _validation.real(raw, name), _validation.numbers(trace, "trace")
     if array.ndim != 1 or owner.shape != array.shape or (owner.dtype.kind not in "iu" and owner.size):
         raise ArgumentError(
-            f"TG-ADV-021: {name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each term "
+            f"TG-ADV-021: {name} have shape {array.shape}, trace has shape {owner.shape} of {owner.dtype}. Each token "
             "has one value and the number of its trace. Pass flat arrays of equal length, trace as integers."
         )
     bad = np.flatnonzero(np.isinf(array))
     if len(bad):
         raise ArgumentError(
-            f"TG-ADV-022: term {bad[0]} of trace {owner[bad[0]]}: {name} hold {array[bad[0]]}. It would make the whole "
-            "trace infinite. Pass NaN where it is not known."
+            f"TG-ADV-022: token {bad[0]} of trace {owner[bad[0]]}: {name} is {array[bad[0]]}. Sums over the "
+            "trace would be infinite. Pass NaN if the value is unknown."
         )
     return array, owner.astype(np.int64)
 
@@ -71,7 +71,7 @@ def check_rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
     if len(owner) and not 0 <= owner.min() <= owner.max() < total:
         raise ArgumentError(
             f"TG-ADV-023: trace runs from {owner.min()} to {owner.max()}, of {total} traces. "
-            "A term would have another trace's reward. Pass the row, from 0, of each term's trace."
+            "A token would have another trace's reward. Pass the row, from 0, of each token's trace."
         )
     return owner
 
@@ -79,9 +79,7 @@ def check_rows(trace: ArrayLike, total: int) -> NDArray[np.int64]:
 def check_share(value: float, name: str) -> None:
     """Raise ArgumentError unless 0 <= value <= 1."""
     if not 0 <= value <= 1:
-        raise ArgumentError(
-            f"TG-ADV-024: {name} is {value}. Beyond 0 to 1 far rewards count more than near ones. Pass a share."
-        )
+        raise ArgumentError(f"TG-ADV-024: {name} is {value}. It must be between 0 and 1.")
 
 
 def _in_original_order(values: Floats, order: NDArray[np.intp]) -> Floats:
@@ -102,12 +100,12 @@ class Gae(NamedTuple):
 
 
 def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
-    """Return the reward from each term to the end of its trace: G_t = r_t + gamma * G_(t+1).
+    """Return the reward from each token to the end of its trace: G_t = r_t + gamma * G_(t+1).
 
     Args:
-        rewards: [M], 0 if a term has none, NaN if unknown: that adds nothing.
-        trace: [M] id of each term's trace.
-        gamma: 0 to 1. At 1 an early term is credited with all later rewards, at 0 only with its own.
+        rewards: [M], 0 if a token has none, NaN if unknown: that adds nothing.
+        trace: [M] id of each token's trace.
+        gamma: 0 to 1. At 1 an early token is credited with all later rewards, at 0 only with its own.
 
     Returns:
         [M] float64, NaN if no known reward is reached.
@@ -128,7 +126,7 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
-    """REINFORCE++: return discounted returns, whitened over all terms (deviation with n - 1, 1e-8 in the variance).
+    """REINFORCE++: return discounted returns, whitened over all tokens (deviation with n - 1, 1e-8 in the variance).
 
     Args: as `returns`.
 
@@ -148,15 +146,15 @@ def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -
 
 
 def reinforce_plus_plus_baseline(
-    rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, singleton: Singleton = "refuse"
+    rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
-    """REINFORCE++ with a baseline: return reward minus the mean of its group, whitened over all terms.
+    """REINFORCE++ with a baseline: return reward minus the mean of its group, whitened over all tokens.
 
     Args:
-        rewards: [R], NaN if a trace could not be scored: its terms have 0, and are left out of mean and deviation.
+        rewards: [R], NaN if a trace could not be scored: its tokens have 0, and are left out of mean and deviation.
         groups: [R] ids.
-        trace: [M] row of each term's trace in `rewards`.
-        singleton: verl keeps the reward.
+        trace: [M] row of each token's trace in `rewards`.
+        single_sample_group: verl keeps the reward.
 
     Returns:
         [M] float32.
@@ -170,17 +168,17 @@ def reinforce_plus_plus_baseline(
     [0.8659999966621399, 0.8659999966621399, -0.8659999966621399, -0.8659999966621399]
     """
     group = GroupedRewards.of(rewards, groups)
-    advantage = np.where(group.known, group_mean_float64(group, "none", None, None, singleton), np.nan)
+    advantage = np.where(group.scored, group_mean_float64(group, "none", None, None, single_sample_group), np.nan)
     return whiten_float64(advantage[check_rows(trace, len(advantage))], 1, _VARIANCE_EPS, "variance").astype(np.float32)
 
 
 def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np.float32]:
-    """Return the undiscounted return of each term minus the reward of the greedy answer to the same prompt.
+    """Return the undiscounted return of each token minus the reward of the greedy answer to the same prompt.
 
     Args:
-        rewards: [M] per term, as in `returns`.
+        rewards: [M] per token, as in `returns`.
         greedy: [R] reward of the greedy answer to each trace's prompt, NaN if unknown.
-        trace: [M] row of each term's trace in `greedy`.
+        trace: [M] row of each token's trace in `greedy`.
 
     Returns:
         [M] float32; 0 if either is unknown.
@@ -202,13 +200,13 @@ def remax(rewards: ArrayLike, greedy: ArrayLike, trace: ArrayLike) -> NDArray[np
 def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float, lam: float) -> Gae:
     """Return generalised advantage estimates: A_t = d_t + gamma * lam * A_(t+1), d_t = r_t + gamma * V_(t+1) - V_t.
 
-    V after the last term of a trace is 0. verl and SkyRL end with `whiten(found.advantages, ddof=1, eps=1e-8,
+    V after the last token of a trace is 0. verl and SkyRL end with `whiten(found.advantages, ddof=1, eps=1e-8,
     eps_in="variance")`; the returns are not whitened.
 
     Args:
-        rewards: [M], 0 if a term has none.
-        values: [M] of the value function, at the state before each term.
-        trace: [M] id of each term's trace.
+        rewards: [M], 0 if a token has none.
+        values: [M] of the value function, at the state before each token.
+        trace: [M] id of each token's trace.
         gamma: 0 to 1.
         lam: 0 (one step) to 1 (returns minus values).
 
@@ -230,8 +228,8 @@ def gae(rewards: ArrayLike, values: ArrayLike, trace: ArrayLike, *, gamma: float
     bad = np.flatnonzero(np.isnan(reward + value))
     if len(bad):
         raise ArgumentError(
-            f"TG-ADV-025: term {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Terms before it would have no "
-            "advantage. Pass 0 where a term has no reward, and leave out traces without a value."
+            f"TG-ADV-025: token {bad[0]}: reward {reward[bad[0]]}, value {value[bad[0]]}. Tokens before it would have "
+            "no advantage. Pass 0 if a token has no reward, and leave out traces without a value."
         )
     advantages = discounted_sums(reward + gamma * next_values(value, owner) - value, owner, gamma * lam)
     return Gae(advantages, advantages + value)
@@ -251,33 +249,33 @@ def optimal_token_baseline(
     weights: ArrayLike | None = None,
     position: ArrayLike | None = None,
     eps: float = 1e-8,
-    singleton: Singleton = "refuse",
+    single_sample_group: Singleton = "error",
 ) -> NDArray[np.float32]:
-    """Return G_t - B_t, with B_t = sum(G_t * W_t) / (sum(W_t) + eps) over the traces of the group with a term at step
+    """Return G_t - B_t, with B_t = sum(G_t * W_t) / (sum(W_t) + eps) over the traces of the group with a token at step
     t.
 
-    G_t is the undiscounted return. W_t sums w_j = 1 - 2 * p_j + sum_v p_v**2 over the terms up to t. That is the
+    G_t is the undiscounted return. W_t sums w_j = 1 - 2 * p_j + sum_v p_v**2 over the tokens up to t. That is the
     squared norm of the gradient of the logprob with respect to the logits, so B_t is the baseline of least variance.
 
     Args:
-        rewards: [M] per term, 0 if a term has none; a trace with a NaN is unscorable.
+        rewards: [M] per token, 0 if a token has none; a trace with a NaN is unscorable.
         groups: [R] ids.
-        trace: [M] row of each term's trace in `groups`.
+        trace: [M] row of each token's trace in `groups`.
         logprobs: [M] nats, of the policy being trained, at the time of sampling.
         sum_pi_squared: [M] sum over the vocabulary of p squared.
         tail: at a step that only one trace of a larger group reaches: "keep" the return (verl's handle_zero_tail=True),
             or "zero", because there is nothing to compare with (False).
         weights: [M] importance weights; w_j is multiplied by their square.
-        position: [M] step of each term, rising within a trace; default its number among the terms of the trace (verl's
-            tir_optimal_token_baseline). Pass offsets within the response for verl's optimal_token_baseline.
+        position: [M] step of each token, rising within a trace; default its number among the tokens of the trace
+            (verl's tir_optimal_token_baseline). Pass offsets within the response for verl's optimal_token_baseline.
         eps: added to the denominator.
-        singleton: for a group in which one scorable trace has terms; verl keeps the return.
+        single_sample_group: for a group in which one scorable trace has tokens; verl keeps the return.
 
     Returns:
         [M] float32.
 
     Raises:
-        ArgumentError: for values that are not finite, steps that do not rise, a group of one under "refuse", shapes
+        ArgumentError: for values that are not finite, steps that do not rise, a group of one under "error", shapes
             that contradict one another.
 
     Source: verl 0.9.1, `compute_optimal_token_baseline_advantage`; the baseline of least variance: Greensmith,
@@ -289,7 +287,8 @@ def optimal_token_baseline(
     """
     if tail not in ("keep", "zero"):
         raise ArgumentError(
-            f"TG-ADV-026: tail is {tail!r}. It says what the last trace of a group keeps. It must be 'keep' or 'zero'."
+            f"TG-ADV-026: tail is {tail!r}. It decides what the last trace of a group keeps. It must be 'keep' or "
+            "'zero'."
         )
     reward, owner = check_terms(trace, rewards=rewards)
     group = _validation.labels(groups, "groups")
@@ -302,8 +301,8 @@ def optimal_token_baseline(
     step = _steps(owner, position)
     cells = GroupedRewards.of(total, index[owner] * (step.max(initial=0) + 1) + step)
     baseline = safe_divide(cells.sum(cells.reward * energy), cells.sum(energy) + eps)
-    advantage = cells.settle(cells.reward - baseline[cells.index], tail)
-    return _with_lone_traces(advantage, total, owner, group, singleton).astype(np.float32)
+    advantage = cells.finalize(cells.reward - baseline[cells.index], tail)
+    return _with_lone_traces(advantage, total, owner, group, single_sample_group).astype(np.float32)
 
 
 def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, weights: ArrayLike | None) -> Floats:
@@ -314,8 +313,8 @@ def _energy(owner: NDArray[np.int64], logprobs: ArrayLike, squares: ArrayLike, w
     bad = np.flatnonzero(np.isnan(energy))
     if len(bad):
         raise ArgumentError(
-            f"TG-ADV-027: term {bad[0]} of trace {owner[bad[0]]}: a logprob, sum_pi_squared or weight is NaN. All "
-            "later steps of its group would have no baseline. Compute them for every term."
+            f"TG-ADV-027: token {bad[0]} of trace {owner[bad[0]]}: a logprob, sum_pi_squared or weight is NaN. All "
+            "later steps of its group would have no baseline. Compute them for every token."
         )
     return energy
 
@@ -328,34 +327,34 @@ def _steps(owner: NDArray[np.int64], position: ArrayLike | None) -> NDArray[np.i
         bad = order[1:][(np.diff(owner[order]) == 0) & (np.diff(step[order]) <= 0)]
         if not len(bad):
             return step
-        where = f"term {bad[0]} of trace {owner[bad[0]]}: the position {step[bad[0]]} does not rise"
+        where = f"token {bad[0]} of trace {owner[bad[0]]}: the position {step[bad[0]]} does not rise"
     else:
-        where = f"position has shape {step.shape} for {len(owner)} terms, or is negative"
+        where = f"position has shape {step.shape} for {len(owner)} tokens, or is negative"
     raise ArgumentError(
-        f"TG-ADV-028: {where}. Terms would be compared at the wrong step. Pass the offset of each term within "
+        f"TG-ADV-028: {where}. Tokens would be compared at the wrong step. Pass the offset of each token within "
         f"its trace."
     )
 
 
 def _with_lone_traces(
-    advantage: Floats, total: Floats, owner: NDArray[np.int64], group: NDArray, singleton: str
+    advantage: Floats, total: Floats, owner: NDArray[np.int64], group: NDArray, single_sample_group: str
 ) -> Floats:
-    """Return the advantages with groups of one handled as `singleton` says.
+    """Return the advantages with groups of one handled as `single_sample_group` says.
 
-    A group of one has a single scorable trace with terms.
+    A group of one has a single scorable trace with tokens.
     """
     present, first = np.unique(owner, return_index=True)
     traces = GroupedRewards.of(total[first], group[present])
-    traces.settle(traces.reward, singleton)
-    lone = np.isin(owner, present[traces.alone])
-    return np.where(lone, total if singleton == "keep" else 0.0, advantage)
+    traces.finalize(traces.reward, single_sample_group)
+    lone = np.isin(owner, present[traces.is_singleton])
+    return np.where(lone, total if single_sample_group == "keep" else 0.0, advantage)
 
 
 def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) -> Floats:
     """Return the return of each turn: its own reward plus gamma times the return of the next turn.
 
     gamma=0 credits a turn only with its own reward, gamma=1 with its own and all later ones. In between, a later turn
-    counts less, by turns and not by tokens. `turns_to_terms` distributes the returns to the terms.
+    counts less, by turns and not by tokens. `turns_to_terms` distributes the returns to the tokens.
 
     Subtract a baseline afterwards: one number for all turns of a trace, from the other traces of its group. It then
     does not depend on what the trace does. If you subtract a mean from each turn before the sum, a trace pays it once
@@ -399,13 +398,13 @@ def turn_returns(turn_rewards: ArrayLike, cu_turns: ArrayLike, *, gamma: float) 
 
 
 def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> NDArray[np.float32]:
-    """Return for every term the value of its turn, 0 if that is NaN.
+    """Return for every token the value of its turn, 0 if that is NaN.
 
     Args:
         values: [K], one per turn.
         cu_turns: [R+1] offsets.
-        trace: [M] row of each term's trace.
-        turn: [M] which turn of its trace each term is of.
+        trace: [M] row of each token's trace.
+        turn: [M] which turn of its trace each token is of.
 
     Returns:
         [M] float32.
@@ -421,14 +420,15 @@ def turns_to_terms(values: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, tur
 
 
 def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike, turn: ArrayLike) -> Floats:
-    """Return per-term rewards with each turn's reward on its last term, for `returns`, `gae` and similar functions.
+    """Return per-token rewards with each turn's reward on its last token, for `returns`, `gae` and similar functions.
 
-    A turn without terms gives its reward to the last term before it. If there is no such term, the reward is dropped.
+    A turn without tokens gives its reward to the last token before it. If there is no such token, the reward is
+    dropped.
 
     Args: as `turns_to_terms`.
 
     Returns:
-        [M] float64: 0 at the other terms, NaN at those of a turn whose reward is NaN.
+        [M] float64: 0 at the other tokens, NaN at those of a turn whose reward is NaN.
 
     Raises:
         ArgumentError: as `turns_to_terms`, and for infinite rewards.
@@ -445,10 +445,10 @@ def at_turn_ends(turn_rewards: ArrayLike, cu_turns: ArrayLike, trace: ArrayLike,
     rewarded = np.flatnonzero(~np.isnan(reward))
     end = np.searchsorted(row[order], rewarded, side="right")
     before = np.searchsorted(row[order], np.repeat(offsets[:-1], np.diff(offsets))[rewarded])
-    has_term = end > before  # the trace has a term in this turn or an earlier one
-    term = order[end[has_term] - 1]
-    hit = np.bincount(term, minlength=len(row)) > 0
-    return np.where(hit, np.bincount(term, reward[rewarded][has_term], len(row)), out)
+    has_token = end > before  # the trace has a token in this turn or an earlier one
+    token = order[end[has_token] - 1]
+    hit = np.bincount(token, minlength=len(row)) > 0
+    return np.where(hit, np.bincount(token, reward[rewarded][has_token], len(row)), out)
 
 
 def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
@@ -456,24 +456,24 @@ def _offsets(cu_turns: ArrayLike, values: Floats) -> NDArray[np.int64]:
     rises = cu.ndim == 1 and len(cu) > 0 and cu[0] == 0 and bool((np.diff(cu) >= 0).all())
     if not rises or values.shape != (cu[-1],):
         raise ArgumentError(
-            f"TG-ADV-029: cu_turns is {cu.reshape(-1)[:6].tolist()}... for values of shape {values.shape}. It says "
-            "which turns are of which trace. Pass offsets that rise from 0 to the number of turns."
+            f"TG-ADV-029: cu_turns is {cu.reshape(-1)[:6].tolist()}... for values of shape {values.shape}. It "
+            "assigns turns to traces. Pass offsets that rise from 0 to the number of turns."
         )
     return cu
 
 
 def _turn_rows(offsets: NDArray[np.int64], trace: ArrayLike, turn: ArrayLike) -> NDArray[np.int64]:
-    """Return [M]: the row of each term's turn among all turns."""
+    """Return [M]: the row of each token's turn among all turns."""
     owner, number = check_rows(trace, len(offsets) - 1), _validation.integers(turn, "turn")
     if number.shape != owner.shape:
         raise ArgumentError(
-            f"TG-ADV-030: turn has shape {number.shape} for {len(owner)} terms. Each term is of one turn. Pass "
-            f"one number per term."
+            f"TG-ADV-030: turn has shape {number.shape} for {len(owner)} tokens. Each token is of one turn. Pass "
+            f"one number per token."
         )
     bad = np.flatnonzero((number < 0) | (number >= np.diff(offsets)[owner]))
     if len(bad):
         raise ArgumentError(
-            f"TG-ADV-031: term {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. "
-            "Its reward is not known. Pass the turn of each term as `Sequences.turn` has it, from 0."
+            f"TG-ADV-031: token {bad[0]} is of turn {number[bad[0]]}, which its trace {owner[bad[0]]} does not have. "
+            "Pass the turn of each token as in `Sequences.turn`, from 0."
         )
     return offsets[owner] + number

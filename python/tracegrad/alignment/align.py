@@ -47,7 +47,7 @@ class RecoveredIds:
         return len(self.trace)
 
     @property
-    def known(self) -> NDArray[np.bool_]:
+    def is_known(self) -> NDArray[np.bool_]:
         """[S] bool: whether the id is known."""
         return self.ids >= 0
 
@@ -67,14 +67,14 @@ def align(
     mode: str = "splice",
     merge: str = "mask",
     strict: bool = True,
-    lenient: bool = False,
+    allow_unknown_ids: bool = False,
     text_only: bool = False,
     assume_canonical: bool = False,
     logprob_kind: str | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
     server_profile: str | None = None,
     on_error: str = "raise",
-    pictures: ImageRule | None = None,
+    image_rule: ImageRule | None = None,
 ) -> Sequences:
     """Convert recorded traces to the ids of the trainer. Sampled ids are kept, and the template supplies other ids.
 
@@ -87,7 +87,7 @@ def align(
             for the sum of their logprobs, which is the probability of one way to write it.
         strict: in align mode, mask all tokens of a turn after the first one that differs from the sampled token,
             because the policy saw other ids there.
-        lenient: after an unknown id, continue with the canonical tokens of its text, untrained and counted.
+        allow_unknown_ids: after an unknown id, continue with the canonical tokens of its text, untrained and counted.
         text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
         assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, if their
             number equals the number of logprobs (tiers T4 and T5). They are often, but not certainly, the sampled ones.
@@ -97,13 +97,14 @@ def align(
             them from a model's generation_config.json.
         server_profile: the server that rendered the prompts that are not recorded as ids: "vllm", "sglang",
             "llama.cpp", "tgi" or "openai". Each changes a request differently before its template gets it. None uses
-            the server that the record names, else vLLM. `drift.server_profiles` counts the traces of each.
-        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `drift.errors` lists them.
-        pictures: the rule by which the model writes images as ids; None reads it from the folder of the tokenizer.
+            the server that the record names, else vLLM. `alignment_report.server_profiles` counts the traces of each.
+        on_error: "raise", or "skip" to leave out traces that cannot be aligned; `alignment_report.errors` lists them.
+        image_rule: the rule by which the model writes images as ids; None reads it from the folder of the tokenizer.
             Tokens sampled after an image without placeholder ids are not trained.
 
     Returns:
-        Sequences; `drift` lists the mismatches between records and template. In splice mode, a turn with a gap in its
+        Sequences; `alignment_report` lists the mismatches between records and template. In splice mode, a turn with a
+        gap in its
         tokens and all later tokens of its branch are not trained. The same holds for all tokens after a turn whose tool
         call is not among its tokens.
 
@@ -113,20 +114,25 @@ def align(
     """
     _validation.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
     _validation.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")
-    flags = {"strict": strict, "lenient": lenient, "text_only": text_only, "assume_canonical": assume_canonical}
+    flags = {
+        "strict": strict,
+        "allow_unknown_ids": allow_unknown_ids,
+        "text_only": text_only,
+        "assume_canonical": assume_canonical,
+    }
     for name, value in flags.items():
         _validation.flag(value, name)
     _validation.one_of(on_error, "on_error", ("raise", "skip"))
     _validation.one_of(logprob_kind, "logprob_kind", (None, *LOGPROB_KINDS))
     _validation.one_of(server_profile, "server_profile", (None, *SERVERS))
-    _check_mode(mode, merge, strict, lenient or text_only or assume_canonical)
+    _check_mode(mode, merge, strict, allow_unknown_ids or text_only or assume_canonical)
     core = traces.core.take([traces.index]) if isinstance(traces, Trace) else traces.core
     table = Images.of_records(core)
-    rule = (pictures or _rule(tokenizer)) if len(table) else None
+    rule = (image_rule or _rule(tokenizer)) if len(table) else None
     fields = _core.align_traces(
         core,
         tokenizer._core,
-        lenient=lenient,
+        allow_unknown_ids=allow_unknown_ids,
         text_only=text_only,
         assume_canonical=assume_canonical,
         mode=mode,
@@ -158,7 +164,7 @@ def align(
         for name, (shape, row_offsets, values) in extra_columns
     }
     images = _images(spans, rule, table) if rule and spans else None
-    return Sequences(**fields, **names, drift=drift, extras=extras, images=images)
+    return Sequences(**fields, **names, alignment_report=drift, extras=extras, images=images)
 
 
 def _rule_for_core(rule: ImageRule, table: Images) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
@@ -189,8 +195,8 @@ def _images(spans: dict[str, Any], rule: ImageRule, table: Images) -> ImageSpans
     return ImageSpans(
         cu_images=offsets(spans["counts"]),
         cu_features=offsets(spans["features"]),
-        at=spans["at"],
-        picture=spans["picture"],
+        position=spans["at"],
+        image=spans["picture"],
         rule=rule,
         pictures=table.take(used),
     )
@@ -205,6 +211,6 @@ def _check_mode(mode: str, merge: str, strict: bool, of_splice: bool) -> None:
         )
     if mode == "align" and of_splice:
         raise ArgumentError(
-            "TG-ALIGN-003: lenient, text_only and assume_canonical have no effect in align mode. Leave them "
+            "TG-ALIGN-003: allow_unknown_ids, text_only and assume_canonical have no effect in align mode. Leave them "
             "out, or splice."
         )

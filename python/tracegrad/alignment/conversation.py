@@ -21,7 +21,7 @@ class PromptFork:
 
     Args:
         turn: number of turns sampled before it.
-        reason: as in `Sequences.drift`, such as "R10 think_stripped".
+        reason: as in `Sequences.alignment_report`, such as "R10 think_stripped".
         detail: a description of the mismatch.
     """
 
@@ -76,11 +76,11 @@ class Conversation:
         schemas = None if tools is None else _as_list(tools, "tools")
         self._core = _core.Conversation(tokenizer._core, self._messages, schemas, kwargs)
 
-    def append(self, said: ArrayLike | Sequence[Message] | Message, message: Message | None = None) -> "Conversation":
+    def append(self, turn: ArrayLike | Sequence[Message] | Message, message: Message | None = None) -> "Conversation":
         """Add a sampled turn or other messages, and return the conversation. An error leaves it unchanged.
 
         Args:
-            said: the ids [T] sampled after `prompt_ids()`, unchanged and with their stop token; or messages that were
+            turn: the ids [T] sampled after `prompt_ids()`, unchanged and with their stop token; or messages that were
                 not sampled.
             message: the assistant message that the server parsed from the ids. The default has the text of the ids as
                 content, without the special tokens at its end.
@@ -90,12 +90,12 @@ class Conversation:
                 is not an assistant message; for messages that the class rejects.
             TemplateError: as for `prompt_ids`, if ids are added.
         """
-        if message is None and not _is_ids(said):
-            messages = _as_list([said] if isinstance(said, Mapping) else said, "messages")
+        if message is None and not _is_ids(turn):
+            messages = _as_list([turn] if isinstance(turn, Mapping) else turn, "messages")
             self._core.append(messages)
             self._messages += messages
             return self
-        ids = _validation.integers(said, "ids")
+        ids = _validation.integers(turn, "ids")
         message = self._message_of(ids) if message is None else message
         self._core.append_sampled(ids, message)
         self._messages.append(message)

@@ -100,39 +100,39 @@ def lacks_tool_call(message: Mapping[str, Any], text: str) -> bool:
 
 
 def find_wrong_context(
-    traces: _core.Traces, tokenizer: Tokenizer, drift: AlignmentReport, found: Mapping[str, NDArray[Any]]
+    traces: _core.Traces, tokenizer: Tokenizer, drift: AlignmentReport, columns: Mapping[str, NDArray[Any]]
 ) -> NDArray[np.bool_]:
     """Return [T] bool: tokens with another context than at sampling, because the record lists only a part of a turn.
 
     These are a turn with a gap and all later tokens of its branch. After a turn whose tool call is not listed, they are
     all later tokens of its branch, without the turn.
     """
-    mask = np.zeros(len(found["ids"]), bool)
+    mask = np.zeros(len(columns["ids"]), bool)
     rows_to_check = np.flatnonzero(np.isin(drift.reason, (REFORMATTED, INCOMPLETE)) & (drift.turn >= 0))
     if not len(rows_to_check):
         return mask
-    cu, trace_rows = found["cu_seqlens"], np.delete(np.arange(len(traces)), drift.left_out)
+    cu, trace_rows = columns["cu_seqlens"], np.delete(np.arange(len(traces)), drift.left_out)
     messages: tuple[int, list[dict[str, Any]]] = (-1, [])
     for finding in rows_to_check:
         row, turn, has_gap = int(drift.trace[finding]), int(drift.turn[finding]), drift.reason[finding] == INCOMPLETE
         if has_gap and not drift.detail[finding].startswith(GAP):
             continue
-        for branch in range(*np.searchsorted(found["trace"], (row, row + 1))):
+        for branch in range(*np.searchsorted(columns["trace"], (row, row + 1))):
             tokens = slice(int(cu[branch]), int(cu[branch + 1]))
             turn_tokens = (
-                np.flatnonzero((found["source"][tokens] == SAMPLED) & (found["turn"][tokens] == turn)) + cu[branch]
+                np.flatnonzero((columns["source"][tokens] == SAMPLED) & (columns["turn"][tokens] == turn)) + cu[branch]
             )
             later = (
                 slice(int(turn_tokens[0] if has_gap else turn_tokens[-1] + 1), tokens.stop)
                 if len(turn_tokens)
                 else slice(0, 0)
             )
-            if not (found["source"][later] == SAMPLED).any():
+            if not (columns["source"][later] == SAMPLED).any():
                 continue
-            if not has_gap and not np.isin(found["tier"][turn_tokens], SPELLED).all():
+            if not has_gap and not np.isin(columns["tier"][turn_tokens], SPELLED).all():
                 continue
             if not has_gap and messages[0] != row:
                 messages = row, turn_messages(traces, int(trace_rows[row]))
-            if has_gap or lacks_tool_call(messages[1][turn], tokenizer.decode(found["ids"][turn_tokens].tolist())):
+            if has_gap or lacks_tool_call(messages[1][turn], tokenizer.decode(columns["ids"][turn_tokens].tolist())):
                 mask[later] = True
     return mask

@@ -120,7 +120,7 @@ class Sequences:
             abort or a filter. It is read from the finish reason. Without one, a generation is finished if it contains
             its stop token or text.
         trace_ids: R names; `group_names`: names of the integers in `group`.
-        drift: the alignment report.
+        alignment_report: the alignment report.
         extras: named arrays per token [T, ...], or `Ragged` if rows differ in length; sliced along with the tokens.
             `routed_experts` (-1 if a token has none) and `sampling_mask` come from the records.
         images: the spans of images; None if there are none.
@@ -147,7 +147,7 @@ class Sequences:
     ending: NDArray[np.uint8]
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
-    drift: AlignmentReport = field(default_factory=empty_report)
+    alignment_report: AlignmentReport = field(default_factory=empty_report)
     extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
     images: ImageSpans | None = None
 
@@ -198,13 +198,13 @@ class Sequences:
 
     def __repr__(self) -> str:
         size = f"{self.traces} traces, {self.branches} branches, {self.tokens} tokens"
-        return f"Sequences({size}, {int(self.trainable.sum())} trainable, drift {self.drift.rate:.3%})"
+        return f"Sequences({size}, {int(self.trainable.sum())} trainable, drift {self.alignment_report.rate:.3%})"
 
     def _repr_html_(self) -> str:
         tiers = [(name, TIER_TEXT[name], *counts.values()) for name, counts in self.tiers().items()]
         return _html.table(repr(self), ("tier", "", "tokens", "trainable", "generations"), tiers)
 
-    def to_arrow(self, per: Literal["trace", "token"] = "trace") -> Any:
+    def to_arrow(self, rows: Literal["trace", "token"] = "trace") -> Any:
         """Return a `pyarrow.Table` with one row per trace, or one row per token; unknown values are null.
 
         Columns of traces: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind,
@@ -220,9 +220,9 @@ class Sequences:
         >>> one.to_arrow("token").select(["position", "id", "rollout_logprob"]).to_pylist()[1]
         {'position': 1, 'id': 6, 'rollout_logprob': -0.5}
         """
-        if per not in ("trace", "token"):
-            raise ArgumentError(f"TG-ALIGN-014: per is {per!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
-        return to_arrow.arrow().table(to_arrow.by_trace(self) if per == "trace" else to_arrow.by_token(self))
+        if rows not in ("trace", "token"):
+            raise ArgumentError(f"TG-ALIGN-014: per is {rows!r}. Rows are traces or tokens. Pass 'trace' or 'token'.")
+        return to_arrow.arrow().table(to_arrow.by_trace(self) if rows == "trace" else to_arrow.by_token(self))
 
     def to_pandas(self, per: Literal["trace", "token"] = "trace") -> Any:
         """Return the table of `to_arrow` as a `pandas.DataFrame`. pandas must be installed.
@@ -233,16 +233,16 @@ class Sequences:
         return self.to_arrow(per).to_pandas()
 
     @property
-    def holds_media(self) -> NDArray[np.bool_]:
+    def has_unknown_media(self) -> NDArray[np.bool_]:
         """[R] bool: traces with an image, audio or video before a turn and without ids for it (R32, R34).
 
         No later token of such a branch is trained.
         """
         mask = np.zeros(self.traces, np.bool_)
-        mask[self.drift.trace[np.isin(self.drift.reason, MEDIA)]] = True
+        mask[self.alignment_report.trace[np.isin(self.alignment_report.reason, MEDIA)]] = True
         return mask
 
-    def of_model(self, folder: str | os.PathLike[str]) -> "Sequences":
+    def with_image_processor(self, folder: str | os.PathLike[str]) -> "Sequences":
         """Return the sequences with the image processor of a model's folder; unchanged if there are no images.
 
         Raises:
@@ -368,9 +368,11 @@ class Sequences:
         """Return the fields in the form that `store` writes."""
         names = {name: getattr(self, name) for name in store.NAMES}
         columns = {name: getattr(self, name) for name in store.COLUMNS}
-        columns |= {f"drift.{name}": getattr(self.drift, name) for name in store.DRIFT_COLUMNS}
-        drift = {name: getattr(self.drift, name) for name in ("detail", "reasons", "recorded", "exact", "errors")}
-        drift["server_profiles"] = dict(self.drift.server_profiles)
+        columns |= {f"drift.{name}": getattr(self.alignment_report, name) for name in store.DRIFT_COLUMNS}
+        drift = {
+            name: getattr(self.alignment_report, name) for name in ("detail", "reasons", "recorded", "exact", "errors")
+        }
+        drift["server_profiles"] = dict(self.alignment_report.server_profiles)
         return store.StoredSequences(columns, dict(self.extras), names, drift, self.images)
 
     @classmethod
@@ -396,4 +398,9 @@ class Sequences:
         """Create sequences from the result of `stored`."""
         columns: dict[str, Any] = {**found.columns, **found.names}
         drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
-        return cls(**columns, extras=found.extras, drift=AlignmentReport(**drift, **found.drift), images=found.images)
+        return cls(
+            **columns,
+            extras=found.extras,
+            alignment_report=AlignmentReport(**drift, **found.drift),
+            images=found.images,
+        )

@@ -407,23 +407,25 @@ def load(folder: Path, verify: bool = False) -> StoredSequences:
     return concatenate([load_shard(folder / name, shard) for name, shard in contents.shards.items()])
 
 
-def load_shard(folder: Path, told: manifest.FolderManifest, *, checked: bool = True) -> StoredSequences:
+def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check: bool = True) -> StoredSequences:
     """Load one folder that `save` wrote, memory-mapped.
 
     Args:
         folder: with the arrays.
-        told: its manifest.
-        checked: check every value; False if this process has checked the folder already.
+        folder_manifest: its manifest.
+        check: check every value; False if this process has checked the folder already.
 
     Raises:
         FormatError: if `save` did not write the files.
     """
     # Earlier versions did not write the columns of traces, and media.bin exists only if there are images.
-    if set(told.files) - {NAME, image_files.MEDIA} != {_ARRAYS, _TABLE}:
+    if set(folder_manifest.files) - {NAME, image_files.MEDIA} != {_ARRAYS, _TABLE}:
         raise FormatError(f"TG-ALIGN-021: {folder}: its manifest does not name {_ARRAYS} and {_TABLE} alone. {_CURE}")
     arrays, _ = safetensors_file.read(folder / _ARRAYS)
     try:
-        text = safetensors_file.read_text(folder / _TABLE, told.files[_TABLE].bytes).decode("utf-8", "surrogatepass")
+        text = safetensors_file.read_text(folder / _TABLE, folder_manifest.files[_TABLE].bytes).decode(
+            "utf-8", "surrogatepass"
+        )
         table = json.loads(text)
         names = {name: _names(table[name]) for name in NAMES}
         drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
@@ -432,7 +434,7 @@ def load_shard(folder: Path, told: manifest.FolderManifest, *, checked: bool = T
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown; earlier versions lack it
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
         images = None
-        if image_files.MEDIA in told.files:
+        if image_files.MEDIA in folder_manifest.files:
             images = image_files.images_of(arrays, ImageRule.of_dict(table["pictures"]), folder)
             arrays = {name: array for name, array in arrays.items() if not name.startswith(image_files.PREFIX)}
         stored = StoredSequences(columns, _extras(arrays), names, drift, images)
@@ -440,9 +442,9 @@ def load_shard(folder: Path, told: manifest.FolderManifest, *, checked: bool = T
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"TG-ALIGN-022: {folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
-    problem = find_problem(stored) if checked else ""
-    if not problem and checked and counts(stored) != dict(told.counts):
-        problem = "the counts of its manifest are not those of its arrays."
+    problem = find_problem(stored) if check else ""
+    if not problem and check and counts(stored) != dict(folder_manifest.counts):
+        problem = "the counts of its folder_manifest are not those of its arrays."
     if problem:
         raise FormatError(f"TG-ALIGN-029: {folder}: {problem} {_CURE}")
     return stored
@@ -518,7 +520,7 @@ def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
             **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
             "server_profiles": _sum_counts([part.drift["server_profiles"] for part in parts]),
         },
-        ImageSpans.joined([(part.images, len(part.columns["trace"])) for part in parts]),
+        ImageSpans.concatenate([(part.images, len(part.columns["trace"])) for part in parts]),
     )
 
 

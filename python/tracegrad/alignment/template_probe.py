@@ -44,7 +44,7 @@ class TemplateProbe:
         prints_date: the prompt depends on the date.
         default_system: text is written before the first message if there is no system message.
         text_arguments: tool arguments that are not a JSON object are rendered unchanged.
-        closer: the text after an assistant's text.
+        turn_end: the text after an assistant's text.
     """
 
     prompt_is_prefix: bool | None
@@ -57,7 +57,7 @@ class TemplateProbe:
     prints_date: bool
     default_system: bool | None
     text_arguments: bool | None
-    closer: str | None
+    turn_end: str | None
 
     def warnings(self) -> list[str]:
         """Return the behaviour that costs tokens or branches, one line each."""
@@ -89,7 +89,7 @@ def probe(template: Renderer, **kwargs: Any) -> TemplateProbe:
     >>> from tracegrad.alignment.tokenizer import Template
     >>> found = probe(Template("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}|{% endfor %}"
     ...                        "{% if add_generation_prompt %}<assistant>{% endif %}"))
-    >>> found.prompt_is_prefix, found.history_is_prefix, found.trims, found.closer
+    >>> found.prompt_is_prefix, found.history_is_prefix, found.trims, found.turn_end
     (True, True, True, '|')
     """
 
@@ -123,7 +123,7 @@ def probe(template: Renderer, **kwargs: Any) -> TemplateProbe:
         prints_date=other_day is not None and plain != other_day,
         default_system=None if plain is None else _default_system(plain, text),
         text_arguments="qz not json" in (text([_USER, _tool_call_message("qz not json")]) or ""),
-        closer=closer,
+        turn_end=closer,
     )
 
 

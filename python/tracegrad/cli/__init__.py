@@ -1,7 +1,8 @@
 """Run the command line. Each verb is a module of this package.
 
-Exit codes: 0 for success; 1 for an error, printed as one line, and for a `doctor` that found training would be wrong; 2
-for wrong usage; 128 + N for signal N. torch is imported only by verbs that need it.
+Exit codes: 0 for success; 1 for an error, printed as one line, and for a `doctor` with a finding that makes training
+wrong; 2 for wrong usage; 128 + N for signal N. With --json an error is also one JSON object on standard output.
+torch is imported only by verbs that need it.
 """
 
 import contextlib
@@ -12,10 +13,13 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.cli import args, doctor, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
-from tracegrad.errors import TracegradError
+from tracegrad.errors import CODE, TracegradError
 from tracegrad.storage import cache
 
 __all__ = ["main"]
+
+RESUMABLE = ("train", "prepare", "online", "record")
+"""Verbs with --resume."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,13 +49,14 @@ def _guarded(arguments: list[str]) -> int:
                 stack.enter_context(cache.cache_disabled())
             return options.run(options, overrides, arguments)
     except TracegradError as error:
-        unexpected.say(f"tracegrad: error: {as_flags(str(error))}")
-        return 1
+        return _failed(as_flags(str(error)), arguments)
     except KeyboardInterrupt:
-        unexpected.say(
-            "\ntracegrad: interrupted. --resume goes on from the last checkpoint, shard or group, if there is one."
-        )
-        return 130
+        hint = " --resume continues from what is already written in --out." if arguments[0] in RESUMABLE else ""
+        unexpected.say(f"\ntracegrad: interrupted.{hint}")
+        return _failed_json("interrupted", arguments, 130)
+    except args.UsageError as error:
+        _failed_json(error.message, arguments, 2)
+        raise
     except SystemExit:
         raise
     except args.OutputFailed as error:
@@ -62,8 +67,25 @@ def _guarded(arguments: list[str]) -> int:
     except BaseException as error:  # A panic of the Rust core is not an Exception.
         if isinstance(error, OSError) and (failure := unexpected.flush()) is not None:
             return _output_failed(failure)
-        unexpected.say(f"tracegrad: error: {unexpected.line(error, arguments)}")
-        return 1
+        return _failed(unexpected.line(error, arguments), arguments)
+
+
+def _failed(message: str, arguments: Sequence[str]) -> int:
+    """Print an error on standard error, and with --json also on standard output. Return the exit code."""
+    unexpected.say(f"tracegrad: error: {message}")
+    return _failed_json(message, arguments, 1)
+
+
+def _failed_json(message: str, arguments: Sequence[str], code: int) -> int:
+    """Print an error as one line of JSON if the command has --json, and return the exit code."""
+    if "--json" in arguments:
+        match = CODE.search(message)
+        error = {"code": match[1] if match else None, "message": message}
+        try:
+            args.print_json({"error": error, "exit_code": code}, line=True)
+        except args.OutputFailed as failure:
+            return _output_failed(failure.why)
+    return code
 
 
 def _output_failed(error: OSError) -> int:
@@ -77,11 +99,12 @@ def _output_failed(error: OSError) -> int:
 def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     parser = Parser(
         prog="tracegrad",
-        description="Train language models with GRPO on recorded LLM trajectories.",
+        description="Train language models with GRPO on recorded LLM trajectories, or online with vLLM.",
+        epilog="`tracegrad COMMAND --help` lists the flags of a command and shows examples.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (init, score, train, merge, prepare, doctor, view, online, record):
         module.add_to(commands)
     options, remaining = parser.parse_known_args(join_dotted_values(arguments))

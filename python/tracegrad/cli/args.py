@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import difflib
 import json
 import math
 import os
@@ -29,13 +30,15 @@ def read_key(path: Path) -> str:
     try:
         key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ArgumentError(
-            f"TG-CLI-001: {path}: {reason}. The servers would refuse every request. Write their token there."
+            f"TG-CLI-001: {path}: {reason}. The servers would refuse every request. Write their access token "
+            "to this file."
         ) from error
     if not key or "\n" in key or not key.isprintable():
         raise ArgumentError(
-            f"TG-CLI-002: {path}: one line with a token is wanted. The servers would refuse what it holds."
+            f"TG-CLI-002: {path}: the file must have exactly one printable line, the access token. The servers would "
+            "refuse its content."
         )
     return key
 
@@ -88,9 +91,9 @@ def reserve_stdout() -> Iterator[None]:
     If `sys.stdout` is descriptor 1, this includes output of C code and of processes started inside the block.
 
     >>> with reserve_stdout():
-    ...     print("what a reward function prints")
-    ...     print("what a verb tells", file=stream())
-    what a verb tells
+    ...     print("output of a reward function")
+    ...     print("the result of a verb", file=stream())
+    the result of a verb
     """
     output = sys.stdout
     if output is None:  # The process was started with standard output closed.
@@ -139,8 +142,8 @@ def _flush(output: TextIO) -> None:
 SHORT = {
     "seed": "train.seed",
     "epochs": "train.epochs",
-    "stop_below_ess": "stop.below_ess",
-    "log_to": "train.log_to",
+    "min_ope_ess": "stop.min_ope_ess",
+    "report_to": "train.report_to",
     "objective": "objective",
     "on_error": "data.on_error",
     "logprob_kind": "data.logprob_kind",
@@ -148,7 +151,7 @@ SHORT = {
     "accept_truncated_sampling": "data.accept_truncated_sampling",
     "server_profile": "data.server_profile",
     "text_only": "data.text_only",
-    "lenient": "data.lenient",
+    "allow_unknown_ids": "data.allow_unknown_ids",
 }
 
 
@@ -156,14 +159,14 @@ MEANT = {
     "optimizer.lr": ("lr", "learning_rate", "peak_lr", "step_size"),
     "optimizer.weight_decay": ("weight_decay", "wd"),
     "optimizer.grad_clip": ("grad_clip", "max_grad_norm", "clip_grad_norm", "gradient_clipping"),
-    "pack.step_groups": ("batch_size", "bs", "train_batch_size", "per_device_train_batch_size", "groups_per_step"),
-    "pack.token_budget": ("max_length", "max_seq_length", "max_seq_len", "seq_len", "max_tokens", "context_length"),
+    "train.groups_per_step": ("batch_size", "bs", "train_batch_size", "per_device_train_batch_size", "groups_per_step"),
+    "pack.tokens_per_row": ("max_length", "max_seq_length", "max_seq_len", "seq_len", "max_tokens", "context_length"),
     "schedule.warmup_steps": ("warmup", "warmup_steps"),
     "schedule.name": ("scheduler", "lr_scheduler_type", "lr_schedule"),
     "train.lora_rank": ("lora", "lora_r", "lora_rank", "rank"),
     "train.dtype": ("dtype", "bf16", "fp16", "precision"),
     "train.device": ("device", "gpu"),
-    "checkpoint.every": ("save_steps", "save_every", "checkpoint_every"),
+    "checkpoint.every_steps": ("save_steps", "save_every", "checkpoint_every"),
     "advantage.baseline": ("baseline", "advantage"),
     "map.reward": ("reward", "reward_key", "reward_field", "rewards"),
     "map.group": ("group", "group_key", "prompt_id", "group_by"),
@@ -177,28 +180,70 @@ MEANT = {
 """Names that other libraries use for a flag, by our name."""
 
 
-def flag_meant_by(name: str, known: Iterable[str]) -> str | None:
+def flag_meant_by(name: str, flags: Iterable[str]) -> str | None:
     """Return the flag that corresponds to another library's name, or None.
 
     >>> flag_meant_by("--learning-rate", ["optimizer.lr"]), flag_meant_by("--colour", ["optimizer.lr"])
     ('--optimizer.lr', None)
     """
-    key, known = name.lstrip("-").replace("-", "_").lower(), set(known)
+    key, known = name.lstrip("-").replace("-", "_").lower(), set(flags)
     return next((f"--{flag}" for flag, names in MEANT.items() if key in names and flag in known), None)
 
 
 _MOST_MESSAGE = 2000  # In characters. An error quotes the wrong value, which may be the content of a file.
 
 
+class UsageError(SystemExit):
+    """A wrong command line, already printed on standard error. The exit code is 2, and `message` has the reason."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """A formatter that wraps descriptions and prints examples unchanged."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(EXAMPLES) else super()._fill_text(text, width, indent)
+
+
+EXAMPLES = "examples:\n"
+
+
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors suggest the nearest flag."""
+    """An argparse parser whose errors suggest the nearest flag.
+
+    Args:
+        dotted_names: returns the options that a verb accepts as `--section.option VALUE`, such as `optimizer.lr`.
+    """
+
+    dotted_names: Callable[[], Iterable[str]] = tuple
 
     def error(self, message: str) -> NoReturn:
         match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if match and "COMMAND" in message:
             names = re.findall(r"[a-z]+", match[2])
-            message = f"{match[1]} is no command. {config.nearest(match[1], names)}"
-        self.exit(2, f"tracegrad: error: {escape_terminal(message)[:_MOST_MESSAGE]}\nSee {self.prog} --help.\n")
+            message = f"{match[1]} is not a command. {config.nearest(match[1], names)}"
+        message = escape_terminal(message)[:_MOST_MESSAGE]
+        self._print_message(f"tracegrad: error: {message}\nSee {self.prog} --help.\n", sys.stderr)
+        raise UsageError(message)
+
+    def nearest_flag(self, word: str) -> str | None:
+        """Return the flag of this verb that a mistyped flag, or another library's name for it, probably means."""
+        names = [flag.lstrip("-") for flag in self._option_string_actions if flag.startswith("--")]
+        names = [name for name in names if "OPTION" not in name] + list(self.dotted_names())
+        letters = word.lstrip("-").replace("-", "_").lower()
+        spellings = {name: name.replace("-", "_").lower() for name in names}
+        same_end = [name for name, spelling in spellings.items() if spelling.rpartition(".")[2] == letters]
+        if len(same_end) == 1:
+            return f"--{same_end[0]}"
+        if flag := flag_meant_by(word, names):
+            return flag
+        by_spelling = {spelling.rpartition(".")[2]: name for name, spelling in reversed(spellings.items())}
+        by_spelling |= {spelling: name for name, spelling in spellings.items()}
+        close = difflib.get_close_matches(letters[:80], by_spelling, 1, 0.6)
+        return f"--{by_spelling[close[0]]}" if close else None
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print help and version. Unlike in argparse, a failure to write is raised."""
@@ -208,31 +253,75 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def verb(commands: Any, name: str, text: str, run: Any, more: str = "") -> Parser:
-    """Add the parser of a verb and its description. `more` is an additional sentence in the verb's own help."""
+def verb(
+    commands: Any,
+    name: str,
+    text: str,
+    run: Any,
+    *,
+    examples: Sequence[str],
+    more: str = "",
+    dotted_names: Callable[[], Iterable[str]] = tuple,
+) -> Parser:
+    """Add the parser of a verb.
+
+    Args:
+        text: what the verb does, for the list of verbs.
+        run: the function to call.
+        examples: commands for the verb's own help.
+        more: additional sentences in the verb's own help.
+        dotted_names: as for `Parser`.
+    """
     description = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
-    parser: Parser = commands.add_parser(name, help=text, description=description, allow_abbrev=False)
+    parser: Parser = commands.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=EXAMPLES + "\n".join(f"  tracegrad {name} {example}" for example in examples),
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.dotted_names = dotted_names
     parser.set_defaults(run=run, parser=parser)
-    parser.add_argument("--no-cache", action="store_true", help="keep nothing of the tokenizer, take nothing kept")
+    parser.add_argument("--no-cache", action="store_true", help="do not read or write the tokenizer cache")
     return parser
 
 
-def command(commands: Any, name: str, text: str, run: Any, out: Callable[[str], Any] = Path) -> Parser:
-    """Add a verb that reads traces and has --model and --out. `out` converts the value of --out."""
-    parser = verb(commands, name, text, run)
+MODEL_HELP = "Hugging Face model folder, or a Hub id such as Qwen/Qwen3-0.6B"
+LOGPROB_KIND_HELP = (
+    "whether the logprobs were computed before (raw, vLLM's default) or after (processed) temperature and truncation; "
+    "overrides the records"
+)
+SAMPLING_DEFAULTS_HELP = (
+    "values of sampling options that a request does not set: off (neutral), or those of the model's "
+    "generation_config.json (model)"
+)
+SERVER_PROFILE_HELP = "server that rendered the prompts, for traces without recorded prompt ids"
+
+
+def add_trace_arguments(parser: Parser, *, out: Callable[[str], Any] = Path, out_help: str) -> None:
+    """Add the arguments of a verb that aligns traces into a folder. `out` converts the value of --out."""
     inputs_of(parser)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of model and tokenizer")
-    parser.add_argument("--out", type=out, required=True, metavar="DIR", help="where results go")
-    data = parser.add_argument_group("reading and aligning")
-    choices = ("raise", "skip", "quarantine")
-    data.add_argument("--on-error", choices=choices, help="a bad record: stop, leave it out, write it aside")
-    data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help="what the logprobs are of")
-    defaults = "options that requests leave out: off, or as generation_config.json says"
-    data.add_argument("--sampling-defaults", choices=("neutral", "model"), help=defaults)
-    data.add_argument("--server-profile", choices=SERVERS, help="which server rendered prompts that are not recorded")
-    data.add_argument("--text-only", action="store_const", const=True, help="train text that has no logprobs")
-    data.add_argument("--lenient", action="store_const", const=True, help="go on, untrained, after an unknown id")
-    return parser
+    parser.add_argument("--model", type=Path, required=True, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--out", type=out, required=True, metavar="DIR", help=out_help)
+    data = parser.add_argument_group("reading and alignment")
+    data.add_argument(
+        "--on-error",
+        choices=("raise", "skip", "quarantine"),
+        help="for a record that cannot be read or aligned: stop (default), skip it, or copy it to a separate file",
+    )
+    data.add_argument("--logprob-kind", choices=("raw", "processed", "unknown"), help=LOGPROB_KIND_HELP)
+    data.add_argument("--sampling-defaults", choices=("neutral", "model"), help=SAMPLING_DEFAULTS_HELP)
+    data.add_argument("--server-profile", choices=SERVERS, help=SERVER_PROFILE_HELP)
+    data.add_argument(
+        "--text-only", action="store_const", const=True, help="train turns that have no recorded logprobs"
+    )
+    data.add_argument(
+        "--allow-unknown-ids",
+        action="store_const",
+        const=True,
+        help="continue a trace after an unknown token id with the tokens of its text, which are not trained",
+    )
 
 
 def inputs_of(parser: argparse.ArgumentParser) -> None:
@@ -241,8 +330,9 @@ def inputs_of(parser: argparse.ArgumentParser) -> None:
         "traces",
         nargs="+",
         metavar="TRACES",
-        help="files, folders, patterns or addresses (s3://...) of JSONL, JSON, Parquet or Arrow, plain, .gz or .zst; "
-        "- for standard input. Where the records hold reward, group or session: --map.reward PATH and so on",
+        help="JSONL, JSON, Parquet or Arrow: files, folders, glob patterns or URLs (s3://...), optionally .gz or .zst; "
+        "- reads standard input. If a field of your records contains the reward, add --map.reward FIELD; see also "
+        "--map.group and --map.session",
     )
 
 
@@ -259,8 +349,8 @@ def join_dotted_values(arguments: list[str]) -> list[str]:
 
     Otherwise the parser would take the value for a positional argument.
 
-    >>> join_dotted_values(["record", "--play.turns", "3", "a.py:b", "--out", "o"])
-    ['record', '--play.turns=3', 'a.py:b', '--out', 'o']
+    >>> join_dotted_values(["record", "--rollout.max_turns", "3", "a.py:b", "--out", "o"])
+    ['record', '--rollout.max_turns=3', 'a.py:b', '--out', 'o']
     """
     result: list[str] = []
     words = iter(arguments)
@@ -271,17 +361,16 @@ def join_dotted_values(arguments: list[str]) -> list[str]:
     return result
 
 
-def dotted(rest: list[str], parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
+def dotted(rest: list[str], parser: Parser) -> list[tuple[str, str]]:
     """Return names and values of arguments like `--a.b=value`."""
     pairs: list[tuple[str, str]] = []
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("-"):
+            parser.error(f"unexpected argument {word}. Write all positional arguments next to each other.")
         if not word.startswith("--") or "." not in name:
-            flags = [flag for action in parser._actions for flag in action.option_strings if "." not in flag]
-            flag_meant = flag_meant_by(name, [*(flag.lstrip("-") for flag in flags), *config.options()])
-            suggestion = config.nearest(f"--{name}", [*flags, *(f"--{option}" for option in config.options())])
-            suggestion = f"Did you mean {flag_meant}?" if flag_meant else suggestion
-            parser.error(f"{word} is no option here. {suggestion}")
+            flag = parser.nearest_flag(name)
+            parser.error(f"unknown flag {word.partition('=')[0]}." + (f" Did you mean {flag}?" if flag else ""))
         if not equals:
             parser.error(f"{word} has no value. Write {word} VALUE.")
         pairs.append((name, value))
@@ -292,42 +381,41 @@ def resume_line(stopped: str, arguments: list[str], flag: str = "--resume") -> l
     """Return a line with the command that resumes a run, if a signal stopped it. Otherwise an empty list.
 
     >>> resume_line("signal", ["online", "run.toml"]), resume_line("done", ["online", "run.toml"])
-    (['go on    tracegrad online run.toml --resume'], [])
+    (['resume   tracegrad online run.toml --resume'], [])
     """
     if stopped != "signal":
         return []
     command = arguments if flag in arguments or not flag else [*arguments, flag]
-    return [f"go on    tracegrad {shlex.join(command)}"]
+    return [f"resume   tracegrad {shlex.join(command)}"]
 
 
 AS_FLAGS = {
     "resume=True": "--resume",
     "tasks is None": "--trainer-only is given",
     "Start train with tasks=None and this folder as out": "Start tracegrad online with --trainer-only and this --out",
-    "give another out.": "give another --out.",
-    "Give another out.": "Give another --out.",
-    "Pass servers=, or python=, the": "Give --server, or --python, the",
-    "pass python=, the": "give --python, the",
+    "another out.": "another --out.",
+    "Pass servers=, or pass python=, the": "Give --server, or --python, the",
     "python has no effect": "--python has no effect",
+    "servers='in-process' by python=, the": 'servers = ["in-process"] by python, the',
     "servers='in-process'": 'servers = ["in-process"]',
-    "Look at engine=": "Look at [engine]",
+    "options in engine=": "options in [engine]",
     'on_error="skip"': "--on-error skip",
     ", or name another place with quarantine=": ", or leave bad records out with --on-error skip",
     "Pass quarantine=PREFIX": "Write it to a file and name that, or leave bad records out with --on-error skip",
     "bounded by max_record_bytes, ": "bounded by ",
     "Raise max_record_bytes to as much, or decompress it first": "Decompress it first",
     "Split it, or raise max_record_bytes": "Split it",
-    "but token_budget is": "but --pack.token_budget is",
-    "Raise token_budget to": "Raise --pack.token_budget to",
+    "but tokens_per_row is": "but --pack.tokens_per_row is",
+    "Raise tokens_per_row to": "Raise --pack.tokens_per_row to",
     "or pass too_long='drop'": "or give --pack.too_long drop",
     "too_long is 'truncate' with": "--pack.too_long is truncate with",
-    "Pass too_long='drop' or 'refuse'": "Give --pack.too_long drop or refuse",
+    "Pass too_long='drop' or 'error'": "Give --pack.too_long drop or error",
     "Pack with share_prefixes=False; in a run, leave out pack.share_prefixes": "Leave out --pack.share_prefixes",
     "load the model with attn_implementation='sdpa'; in a run, set attention.implementation sdpa": (
         "give --attention.implementation sdpa"
     ),
-    "Record it, or pass missing='mask' or missing='neutral'": (
-        'Record it, or name an objective with missing "mask" or "neutral" (--objective)'
+    "Record it, or pass missing_logprobs='mask' or missing_logprobs='ratio_one'": (
+        "Record it, or give --train.missing_logprobs mask or ratio_one"
     ),
 }
 """Python arguments as they appear in error messages, and the corresponding flags."""
@@ -338,8 +426,8 @@ def as_flags(message: str) -> str:
 
     Text from a traceback on is user code and stays unchanged.
 
-    >>> as_flags("out holds a run. Go on with resume=True, or give another out.")
-    'out holds a run. Go on with --resume, or give another --out.'
+    >>> as_flags("out already contains a run. Pass resume=True to continue it, or another out.")
+    'out already contains a run. Pass --resume to continue it, or another --out.'
     """
     text, mark, traceback = message.partition("Traceback (most recent call last)")
     for argument, flag in AS_FLAGS.items():
@@ -377,13 +465,13 @@ def _finite(value: Any) -> Any:
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:
     """Add --json."""
-    text = "one object for machines at the end; what is told meanwhile goes to standard error"
+    text = "print one JSON object at the end; all other lines go to standard error"
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def printer_for(told: argparse.Namespace) -> Callable[..., None]:
+def printer_for(options: argparse.Namespace) -> Callable[..., None]:
     """Return the function that prints lines for people: `print_stderr` with --json, otherwise `print_lines`."""
-    return print_stderr if told.json else print_lines
+    return print_stderr if options.json else print_lines
 
 
 def folder_of(model: Path) -> Path:
@@ -395,14 +483,14 @@ def folder_of(model: Path) -> Path:
     name = str(model)
     if model.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
         return model
-    prefix = f"--model {name}: there is no such folder"
+    prefix = f"--model {name}: this folder does not exist"
     if "/" not in name:
         return model
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ArgumentError(
-            f"TG-CLI-003: {prefix}, and huggingface_hub is not installed. A Hub id cannot be looked up. pip install "
+            f"TG-CLI-003: {prefix}, and a Hub id needs huggingface_hub, which is not installed. Run pip install "
             "'tracegrad[cloud]', or give a folder."
         ) from None
     try:
@@ -410,54 +498,60 @@ def folder_of(model: Path) -> Path:
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".split("\n")[0][:160]
         raise ArgumentError(
-            f"TG-CLI-004: {prefix}, and the Hub does not give it ({cause}). Without a tokenizer nothing is read. Give "
-            "a folder, or run huggingface-cli download where there is a network."
+            f"TG-CLI-004: {prefix}, and it cannot be downloaded from the Hub ({cause}). Give a folder, or run "
+            "huggingface-cli download on a machine with a network."
         ) from error
 
 
 def add_to(parser: Any) -> None:
-    """Add the flags --objective, --recipe and --like."""
+    """Add the flags --objective, --recipe and --from-config."""
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="of tracegrad.objective.presets, or file.py:NAME, module:NAME (default DAPO)",
+        help="a preset such as GRPO or DAPO, or your own as file.py:NAME or module:NAME (default DAPO)",
     )
     parser.add_argument(
-        "--recipe", metavar="NAME", help="what a paper fixes: of tracegrad.recipes, or file.py:NAME, module:NAME"
+        "--recipe",
+        metavar="NAME",
+        help="start from an objective with all other options of its paper: a name of tracegrad.recipes, or your own as "
+        "file.py:NAME or module:NAME",
     )
     parser.add_argument(
-        "--like", metavar="PEER:FILE", help="a config of trl, verl, skyrl or art, such as trl:config.yaml"
+        "--from-config",
+        metavar="PEER:FILE",
+        help="start from a config of trl, verl, skyrl or art, such as trl:config.yaml",
     )
 
 
-def recipe_from_flags(told: argparse.Namespace) -> recipes.Recipe | None:
-    """Return the recipe that --recipe or --like names, or None.
+def recipe_from_flags(options: argparse.Namespace) -> recipes.Recipe | None:
+    """Return the recipe that --recipe or --from-config names, or None.
 
     Raises:
         ArgumentError: for both flags, or if there is no such recipe.
     """
-    if told.recipe and told.like:
+    if options.recipe and options.from_config:
         raise ArgumentError(
-            "TG-CLI-005: --recipe and --like are both told. Each is the whole start of a run. Give one of them."
+            "TG-CLI-005: --recipe and --from-config are both given. Each sets all options that a run starts from. Give "
+            "one of them."
         )
-    if told.recipe:
-        return recipes.find(told.recipe)
-    return recipes.like(str(told.like)) if told.like else None
+    if options.recipe:
+        return recipes.find(options.recipe)
+    return recipes.like(str(options.from_config)) if options.from_config else None
 
 
 def lines(
-    told: argparse.Namespace, recipe: recipes.Recipe, otherwise: Sequence[str], idle: Sequence[str] = ()
+    options: argparse.Namespace, recipe: recipes.Recipe, overrides: Sequence[str], unused_names: Sequence[str] = ()
 ) -> list[str]:
     """Return lines about a recipe: its options, translated and differing options, and options that override it.
 
     Args:
-        otherwise: options that override the recipe.
-        idle: options that have no effect here.
+        overrides: options that override the recipe.
+        unused_names: options that have no effect here.
     """
-    applied = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in idle)
-    unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in idle)
-    translated = [f"         {name}: {translation}" for name, translation in recipe.told]
-    translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differs]
-    unused_lines = [f"         left out, as it is of training from a file: {unused}"] if unused else []
-    override_lines = [f"told     otherwise, which wins: {', '.join(otherwise)}"] if otherwise else []
-    return [f"recipe   {told.recipe or told.like}: {applied}", *translated, *unused_lines, *override_lines]
+    applied = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in unused_names)
+    unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in unused_names)
+    translated = [f"         {name}: {translation}" for name, translation in recipe.imported_options]
+    translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differences]
+    unused_lines = [f"         ignored, because only training from a file uses it: {unused}"] if unused else []
+    override_lines = [f"override these options replace the recipe's: {', '.join(overrides)}"] if overrides else []
+    return [f"recipe   {options.recipe or options.from_config}: {applied}", *translated, *unused_lines, *override_lines]

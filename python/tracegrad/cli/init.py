@@ -17,28 +17,39 @@ SAMPLE = 200
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    parser = verb(commands, "init", "write a commented run.toml for traces, with what was found in them", _init)
+    parser = verb(
+        commands,
+        "init",
+        "write a commented run.toml for your traces, with the reward and group fields filled in",
+        _init,
+        more="It reads the first records, fills in the fields that it infers, and prints the command that trains with "
+        "the file.",
+        examples=("logs/ --model Qwen/Qwen3-0.6B", "traces.jsonl --out configs/run.toml --map.reward score"),
+        dotted_names=lambda: [name for name in config.options() if name.startswith("map.")],
+    )
     inputs_of(parser)
     parser.add_argument(
-        "--model", metavar="DIR", default="MODEL", help="folder of model and tokenizer, for the command"
+        "--model", metavar="MODEL", default="MODEL", help="model folder or Hub id to write into the printed command"
     )
-    parser.add_argument("--out", type=Path, default=Path("run.toml"), metavar="FILE", help="default run.toml")
-    parser.add_argument("--json", action="store_true", help="what was found for machines, one object")
+    parser.add_argument(
+        "--out", type=Path, default=Path("run.toml"), metavar="FILE", help="file to write (default run.toml)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the inferred fields as one JSON object")
 
 
 def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     run_config = config.load(overrides=overrides)
     if options.traces == ["-"]:
         raise ArgumentError(
-            "TG-CLI-007: standard input cannot be read twice. Nothing of it could be filled in. Name a file."
+            "TG-CLI-007: init must read its input twice, and standard input can be read only once. Give a file."
         )
     if options.out.exists():
         raise ArgumentError(
-            f"TG-CLI-008: {options.out} is there already. It would be lost. Give another --out, or remove it."
+            f"TG-CLI-008: {options.out} exists and would be overwritten. Give another --out, or remove the file."
         )
     candidates = infer_fields.infer(options.traces, run_config.map)
-    best = {candidate.field: candidate for candidate in reversed(candidates.found)}
-    field_map = run_config.map.told()
+    best = {candidate.field: candidate for candidate in reversed(candidates.guesses)}
+    field_map = run_config.map.paths()
     for name, candidate in best.items():
         field_map.setdefault(name, candidate.path)
         if candidate.order and field_map[name] == candidate.path:
@@ -46,13 +57,13 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     stream = data.stream(options.traces, map=config.FieldMap(**field_map), on_error="skip", limit=SAMPLE)
     traces = data.concatenate(stream)
     logprobs = any(turn.logprobs is not None for trace in traces for turn in trace.generations)
-    kind = "recorded" if all(map(_tells_kind, traces)) else "raw"
+    kind = "recorded" if all(map(_has_logprob_kind, traces)) else "raw"
     text = _text(field_map, candidates, logprobs, len(traces), kind)
     try:
         files.write(options.out, text)
     except OSError as error:
         raise ArgumentError(
-            f"TG-CLI-009: {options.out}: {error.strerror}. It is not written. Give another --out."
+            f"TG-CLI-009: {options.out} cannot be written: {error.strerror}. Give another --out."
         ) from error
     command = [
         "tracegrad",
@@ -67,15 +78,16 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     ]
     if options.json:
         rows = [
-            {"field": candidate.field, "path": candidate.path, "why": candidate.why} for candidate in candidates.found
+            {"field": candidate.field, "path": candidate.path, "why": candidate.evidence}
+            for candidate in candidates.guesses
         ]
         print_json({"file": str(options.out), "found": rows, "command": shlex.join(command)})
         return 0
-    print_lines(*candidates.lines(), f"written  {options.out}: read it, then", f"         {shlex.join(command)}")
+    print_lines(*candidates.lines(), f"written  {options.out}. Review it, then run", f"         {shlex.join(command)}")
     return 0
 
 
-def _tells_kind(trace: Any) -> bool:
+def _has_logprob_kind(trace: Any) -> bool:
     """Return whether a trace records what kind its logprobs are, if the kind makes a difference."""
     turns = [turn for turn in trace.generations if turn.logprobs is not None]
     return all(turn.logprob_kind != "unknown" or turn.temperature == 1 for turn in turns)
@@ -86,23 +98,23 @@ def _text(
 ) -> str:
     """Return the text of the file: inferred fields with the reason for each, and alternatives as comments."""
     lines = [
-        "# What `tracegrad init` found. Every line may be changed; docs/configuration.md tells the other options.",
+        "# Written by `tracegrad init` from your first records. Change any line. All options: docs/configuration.md",
         "",
     ]
     lines += ["[data]"]
     if not logprobs:
         lines += [
-            "# None of the first traces has logprobs: they are text. No ratio can be formed, and none is invented.",
+            "# None of the first traces has logprobs, so no importance ratio can be computed.",
             "text_only = true",
         ]
     else:
-        kind_line = 'logprob_kind = "raw"  # where the records do not say it: raw (vLLM\'s default) or processed'
+        kind_line = 'logprob_kind = "raw"  # kind of all logprobs: raw (vLLM\'s default) or processed'
         lines += [kind_line if kind == "raw" else f"# {kind_line}"]
-    lines += ["", "[data.map]", f"# Where the records hold what a trace needs; {traces:,} were read with it."]
+    lines += ["", "[map]", f"# Paths of the fields in your records. {traces:,} traces were read with these paths."]
     for name, docs in config.field_docs(config.FieldMap).items():
         alternatives = [candidate for candidate in candidates.of(name) if candidate.path != field_map.get(name)]
         reason = next(
-            (f"  # {candidate.why}" for candidate in candidates.of(name) if candidate not in alternatives), ""
+            (f"  # {candidate.evidence}" for candidate in candidates.of(name) if candidate not in alternatives), ""
         )
         lines.append(f"# {docs}")
         lines.append(
@@ -111,15 +123,16 @@ def _text(
             else f'# {name} = ""'
         )
         lines += [
-            f"# {name} = {json.dumps(candidate.path, ensure_ascii=False)}  # {candidate.why}"
+            f"# {name} = {json.dumps(candidate.path, ensure_ascii=False)}  # {candidate.evidence}"
             for candidate in alternatives[:3]
         ]
     if not logprobs:
         lines += [
             "",
             "[objective]",
-            "# Of the objectives that need no logprob; WEIGHTED_SFT pushes bad tokens down without bound.",
+            "# An objective that needs no logprobs.",
+            "# WEIGHTED_SFT also needs none, but it pushes the probability of bad tokens down without bound.",
         ]
         lines += ['preset = "TOPR_POSITIVE"']
-    lines += ["", "[optimizer]", "lr = 1e-6  # for models of a billion parameters and more", ""]
+    lines += ["", "[optimizer]", "lr = 1e-6  # for models with a billion parameters or more", ""]
     return "\n".join(lines)

@@ -10,11 +10,25 @@ from tracegrad.errors import ArgumentError
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    parser = verb(commands, "merge", "make whole weights of a checkpoint that holds LoRA adapters", _merge)
-    parser.add_argument("checkpoint", type=Path, help="folder of adapters, such as out/checkpoint")
-    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where the model goes; not there yet")
+    parser = verb(
+        commands,
+        "merge",
+        "merge the LoRA adapters of a checkpoint into full weights",
+        _merge,
+        more="It also copies tokenizer and chat template. transformers and vLLM load the result as a model.",
+        examples=(
+            "runs/first/checkpoint --out merged",
+            "runs/first/checkpoint --out merged --base models/Qwen3-0.6B",
+        ),
+    )
     parser.add_argument(
-        "--base", type=Path, metavar="DIR", help="the model that the adapters are of (default: the one they name)"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder with LoRA adapters, such as runs/first/checkpoint"
+    )
+    parser.add_argument(
+        "--out", type=place, required=True, metavar="DIR", help="folder for the model; it must not exist"
+    )
+    parser.add_argument(
+        "--base", type=Path, metavar="DIR", help="base model (default: the one that the adapters' config names)"
     )
     add_json_flag(parser)
 
@@ -22,20 +36,19 @@ def add_to(commands: Any) -> None:
 def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if overrides:
         raise ArgumentError(
-            f"TG-CLI-010: {overrides[0][0]} has no effect on merge, which trains nothing. Leave it for train."
+            f"TG-CLI-010: {overrides[0][0]} has no effect on merge, which does not train. Use it with tracegrad train."
         )
     try:
         from tracegrad.trainer import merge_adapters
     except ImportError as error:
         raise ArgumentError(
-            f"TG-CLI-011: merge needs {error.name}, which is not installed. No weights can be read. pip install "
-            f"'tracegrad[lora]'"
+            f"TG-CLI-011: merge needs {error.name}, which is not installed. Run pip install 'tracegrad[lora]'."
         ) from error
     out = merge_adapters(options.checkpoint, options.out, options.base)
     if options.json:
         print_json({"checkpoint": str(options.checkpoint), "model": str(out)})
         return 0
     print_lines(
-        f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; tokenizer and template are beside it"
+        f"merged   {out}  loads with AutoModelForCausalLM.from_pretrained; it includes tokenizer and chat template"
     )
     return 0

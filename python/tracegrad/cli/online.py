@@ -31,38 +31,75 @@ from tracegrad.errors import ArgumentError
 if TYPE_CHECKING:
     from tracegrad.cli.run_file import RunFile
 
-WARNING = "The files that it names are run as programs: name only what you have written or read."
+WARNING = "Python files that you name are executed: name only files that you wrote or reviewed."
 
 
 def add_to(commands: Any) -> None:
     """Add the verbs."""
-    parser = verb(commands, "online", "play, score, train and push, as a run.toml says", _online, WARNING)
-    parser.add_argument("run_file", type=Path, metavar="run.toml", help="what to play and how: docs/online.md")
-    parser.add_argument("--model", metavar="DIR", help="folder of model and tokenizer, over the file's")
-    parser.add_argument("--out", metavar="DIR", help="folder of the run, over the file's")
-    parser.add_argument("--tasks", metavar="FILE", help="JSON lines, or file.py:name, over the file's")
-    parser.add_argument(
-        "--server", action="append", metavar="URL", help="a running server, over the file's; repeatable"
+    parser = verb(
+        commands,
+        "online",
+        "train online: roll out on vLLM, score, update, sync weights",
+        _online,
+        more=f"Flags override run.toml. {WARNING}",
+        examples=("run.toml --dry-run", "run.toml --server http://localhost:8000 --online.steps 12"),
+        dotted_names=option_names,
     )
-    parser.add_argument("--python", metavar="PATH", help="interpreter that has vLLM, to start a server")
+    parser.add_argument(
+        "run_file", type=Path, metavar="run.toml", help="model, tasks, rewards, options: docs/online.md"
+    )
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face model folder")
+    parser.add_argument("--out", metavar="DIR", help="folder of the run")
+    parser.add_argument("--tasks", metavar="FILE", help="JSON Lines file, or file.py:name")
+    parser.add_argument("--server", action="append", metavar="URL", help="use this running vLLM server; repeatable")
+    parser.add_argument("--python", metavar="PATH", help="Python interpreter with vLLM, to start a server")
     args.add_to(parser)
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--trainer-only", action="store_true", help="play nothing: processes with --collect play")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
-        "--collect", metavar="I/N", help="only play, as collector I of N, from 0, for a trainer with --trainer-only"
+        "--trainer-only", action="store_true", help="run no rollouts here; other processes run them with --collect"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, look whether it can be, stop")
+    parser.add_argument(
+        "--collect",
+        metavar="I/N",
+        help="only run rollouts, as collector I of N (counted from 0), for a trainer with --trainer-only",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check files, tasks and servers, print the settings, and exit"
+    )
     add_json_flag(parser)
-    parser.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --online.steps 12")
+    parser.add_argument("--SECTION.OPTION", metavar="VALUE", help="set any option, such as --online.steps 12")
     _replay_command(commands)
 
 
+def option_names() -> list[str]:
+    """Return the options that `online` accepts."""
+    from tracegrad.cli.run_file import OFFLINE_ONLY_OPTIONS, PLAYING
+
+    names = [f"{section}.{name}" for section, options in PLAYING.items() for name in vars(options)]
+    return [*(name for name in config.options() if name not in OFFLINE_ONLY_OPTIONS), *names]
+
+
 def _replay_command(commands: Any) -> None:
-    parser = verb(commands, "replay", "take the steps of an online run again, from its folder alone", _replay)
-    parser.add_argument("folder", type=Path, help="folder of the run")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder that the run began with")
-    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="where checkpoint and metrics go")
-    parser.add_argument("--objective", metavar="NAME", help="that of the run (default: as its config.toml says)")
+    parser = verb(
+        commands,
+        "replay",
+        "repeat the optimizer steps of an online run from its folder, without a server",
+        _replay,
+        examples=(
+            "runs/online --model models/Qwen3-0.6B --out runs/again",
+            "runs/online --model models/Qwen3-0.6B --out runs/again --objective mine.py:LOSS --json",
+        ),
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the online run")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help="model folder that the run started from"
+    )
+    parser.add_argument(
+        "--out", type=place, required=True, metavar="DIR", help="folder for the checkpoint and the metrics"
+    )
+    parser.add_argument(
+        "--objective", metavar="NAME", help="the objective of the run (default: read from its config.toml)"
+    )
     add_json_flag(parser)
 
 
@@ -70,16 +107,16 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     from tracegrad import online
     from tracegrad.objective import override_all, presets
 
-    if idle := [name for name, _ in overrides if not name.startswith("objective")]:
+    if unused := [name for name, _ in overrides if not name.startswith("objective")]:
         raise ArgumentError(
-            f"TG-CLI-012: {idle[0]} has no effect on replay, which takes what the run was told. Leave it out."
+            f"TG-CLI-012: {unused[0]} has no effect on replay, which uses the options of the recorded run. Remove it."
         )
     objective_config = config.load(overrides=overrides).objective
     objective = (
         override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None
     )
     result = online.replay(
-        options.folder, options.model, objective=objective, out=options.out, say=printer_for(options)
+        options.folder, options.model, objective=objective, out=options.out, log=printer_for(options)
     )
     if options.json:
         print_json(_result_fields(result))
@@ -106,9 +143,9 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     flags = {key: value for key, value in flags.items() if value is not None}
     recipe = args.recipe_from_flags(options)
     run = run_file.read(options.run_file, flags, overrides, options.resume, recipe)
-    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.otherwise, run_file.OFFLINE_ONLY_OPTIONS)
-    speak = printer_for(options)
-    speak(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
+    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.overrides, run_file.OFFLINE_ONLY_OPTIONS)
+    log = printer_for(options)
+    log(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
     objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
     model, out, contract = run.place("model"), run.place("out"), _local_arguments(run, options.trainer_only)
     if options.dry_run:
@@ -119,14 +156,14 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
         objective=objective,
         config=run.config,
         online=run.online,
-        play=run.play,
-        servers=run.named.get("servers", ()),
+        rollout=run.rollout,
+        servers=run.inputs.get("servers", ()),
         key=run.key,
         python=run.python,
         engine=run.engine,
         out=out,
         resume=options.resume,
-        say=speak,
+        log=log,
     )
     if options.json:
         print_json({**_result_fields(result), "played": str(out / "played"), "metrics": str(out / "metrics.jsonl")})
@@ -147,30 +184,43 @@ def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
     from tracegrad import online
     from tracegrad.cli import run_file, user_functions
 
-    trainers = ("model", "server", "python", "objective", "recipe", "like", "resume", "trainer_only", "dry_run")
-    idle = [name.replace("_", "-") for name in trainers if getattr(options, name)] + [name for name, _ in overrides]
-    if idle:
+    trainer_flags = (
+        "model",
+        "server",
+        "python",
+        "objective",
+        "recipe",
+        "from_config",
+        "resume",
+        "trainer_only",
+        "dry_run",
+    )
+    unused = [name.replace("_", "-") for name in trainer_flags if getattr(options, name)] + [
+        name for name, _ in overrides
+    ]
+    if unused:
         raise ArgumentError(
-            f"TG-CLI-013: --{idle[0]} has no effect on a collector: the trainer says how is played. Leave it out."
+            f"TG-CLI-013: --{unused[0]} has no effect on a collector, which gets its settings from the trainer. "
+            "Remove it."
         )
     share = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", options.collect)
     if share is None or int(share[1]) >= int(share[2]):
         raise ArgumentError(
-            f"TG-CLI-014: --collect is {options.collect!r:.40}. Which tasks it plays is not known. Collectors count "
-            "from 0: write 0/2 and 1/2 for two."
+            f"TG-CLI-014: --collect is {options.collect!r:.40}. It must be I/N. Collectors count from 0: for two "
+            "collectors write 0/2 and 1/2."
         )
     flags = {key: value for key, value in (("out", options.out), ("tasks", options.tasks)) if value is not None}
     run = run_file.read(options.run_file, flags, [], False)
     out, _, contract = run.place("out"), run.place("tasks"), _rollout_arguments(run)
-    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "say": printer_for(options)}
-    result = online.collect(out, user_functions.tasks(run.named["tasks"], run.base), **contract)
+    contract |= {"share": (int(share[1]), int(share[2])), "key": run.key, "log": printer_for(options)}
+    result = online.collect(out, user_functions.tasks(run.inputs["tasks"], run.base), **contract)
     if options.json:
         counts = {"trajectories": result.trajectories, "groups": result.groups, "failed": result.failed}
         print_json({**counts, "stopped": result.stopped, "exit_code": result.exit_code})
         return result.exit_code
-    reasons = {"done": "the run is over", "signal": "stopped on request; nothing is lost", "tasks": "no task is left"}
+    reasons = {"done": "the run has ended", "signal": "stopped on request", "tasks": "no tasks are left"}
     print_lines(
-        f"played   {result.trajectories:,} trajectories in {result.groups:,} groups; {result.failed:,} failed; "
+        f"rollout  {result.trajectories:,} trajectories in {result.groups:,} groups; {result.failed:,} failed; "
         f"{reasons[result.stopped]}",
         *resume_line(result.stopped, arguments, flag=""),
     )
@@ -188,24 +238,23 @@ def needs(module: str) -> None:
         importlib.import_module("tracegrad.rollout.proxy")
     except ImportError as error:
         raise ArgumentError(
-            f"TG-CLI-015: it needs {error.name}, which is not installed. Nothing can be played. pip install "
-            f"'tracegrad[online]'"
+            f"TG-CLI-015: this command needs {error.name}, which is not installed. Run pip install 'tracegrad[online]'."
         ) from error
 
 
 def _local_arguments(run: RunFile, has_remote_collectors: bool) -> dict[str, Any]:
     """Return the arguments of `online.train` for rollouts in the trainer's process.
 
-    Without local rollouts (`elsewhere`), tasks are None and only an evaluation needs the rest.
+    With remote collectors, tasks are None and only an evaluation needs the rest.
     """
     from tracegrad.cli import user_functions
 
     if not has_remote_collectors:
         run.place("tasks")
-    kwargs: dict[str, Any] = {} if has_remote_collectors and "evaluation" not in run.named else _rollout_arguments(run)
-    kwargs["tasks"] = None if has_remote_collectors else user_functions.tasks(run.named["tasks"], run.base)
-    if "evaluation" in run.named:
-        kwargs["evaluation"] = user_functions.evaluation_tasks(run.named["evaluation"], run.base)
+    kwargs: dict[str, Any] = {} if has_remote_collectors and "eval_tasks" not in run.inputs else _rollout_arguments(run)
+    kwargs["tasks"] = None if has_remote_collectors else user_functions.tasks(run.inputs["tasks"], run.base)
+    if "eval_tasks" in run.inputs:
+        kwargs["eval_tasks"] = user_functions.evaluation_tasks(run.inputs["eval_tasks"], run.base)
     return kwargs
 
 
@@ -214,48 +263,50 @@ def _rollout_arguments(run: RunFile) -> dict[str, Any]:
     from tracegrad.cli import user_functions
     from tracegrad.online.rollout_workers import RolloutSpec
 
-    found: dict[str, Any] = {}
+    spec: dict[str, Any] = {}
     for key in ("agent", "environment"):
-        if key in run.named:
-            found[key] = user_functions.agent_or_environment(run.named[key], run.base, key)
-    if "tools" in run.named:
-        found["tools"] = user_functions.tools(run.named["tools"], run.base)
-    if "rewards" in run.named:
-        found["rewards"] = user_functions.functions(run.named["rewards"], run.base, "rewards")
-    if "weights" in run.named:
-        found["weights"] = run.named["weights"]
-        if len(found["weights"]) != len(found.get("rewards", ())):
+        if key in run.inputs:
+            spec[key] = user_functions.agent_or_environment(run.inputs[key], run.base, key)
+    if "tools" in run.inputs:
+        spec["tools"] = user_functions.tools(run.inputs["tools"], run.base)
+    if "rewards" in run.inputs:
+        spec["rewards"] = user_functions.functions(run.inputs["rewards"], run.base, "rewards")
+    if "reward_weights" in run.inputs:
+        spec["reward_weights"] = run.inputs["reward_weights"]
+        if len(spec["reward_weights"]) != len(spec.get("rewards", ())):
             raise ArgumentError(
-                f"TG-CLI-016: {run.path}: weights has {len(found['weights'])} numbers for "
-                f"{len(found.get('rewards', ()))} rewards. "
-                "Each reward function has one. Write as many."
+                f"TG-CLI-016: {run.path}: reward_weights has {len(spec['reward_weights'])} numbers for "
+                f"{len(spec.get('rewards', ()))} rewards. Write one weight per reward function."
             )
-    RolloutSpec.of(**{key: found.get(key) for key in ("agent", "environment", "tools", "rewards")})
-    return found
+    RolloutSpec.of(**{key: spec.get(key) for key in ("agent", "environment", "tools", "rewards")})
+    return spec
 
 
 def _dry_run(run: RunFile, objective: Any, contract: dict[str, Any], *, as_json: bool) -> int:
-    """Print what a run would do, after checking that files, names, tasks and servers are usable."""
+    """Print the settings and size of a run, after checking that files, names, tasks and servers are usable."""
     from tracegrad.alignment.tokenizer import Tokenizer
 
-    speak = print_stderr if as_json else print_lines
-    speak(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
+    log = print_stderr if as_json else print_lines
+    log(*run.to_toml().split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     Tokenizer.from_pretrained(run.place("model"))
     online, tasks = run.online, contract["tasks"]
-    count = f"{len(tasks):,} tasks" if isinstance(tasks, (list, tuple)) else "tasks that are iterated once"
-    count = "tasks that collectors play" if tasks is None else count
-    groups = run.config.pack.step_groups
-    servers = asyncio.run(served(run.named["servers"], run.key)) if "servers" in run.named else _check_interpreter(run)
+    count = f"{len(tasks):,} tasks" if isinstance(tasks, (list, tuple)) else "an iterable of tasks"
+    count = "tasks of remote collectors" if tasks is None else count
+    groups = run.config.train.groups_per_step
+    servers = (
+        asyncio.run(served(run.inputs["servers"], run.key)) if "servers" in run.inputs else _check_interpreter(run)
+    )
     if as_json:
-        size = {"steps": online.steps, "groups": groups, "samples": run.play.samples}
+        size = {"steps": online.steps, "groups": groups, "samples": run.rollout.group_size}
         task_count = len(tasks) if isinstance(tasks, (list, tuple)) else None
-        inputs = {"tasks": task_count, "evaluation": len(contract.get("evaluation", ())), "servers": servers}
+        inputs = {"tasks": task_count, "eval_tasks": len(contract.get("eval_tasks", ())), "servers": servers}
         settings = {"config": config.as_dict(run.config), "run": run.to_toml(), "objective": str(objective)}
         print_json({"would": {**size, **inputs}, **settings})
         return 0
     print_lines(
-        f"would    take {online.steps:,} steps of {groups} groups of {run.play.samples} trajectories, from {count}",
-        f"         evaluate on {len(contract.get('evaluation', ())):,} tasks"
+        f"dry run  {online.steps:,} optimizer steps of {groups} groups of {run.rollout.group_size} trajectories, from "
+        f"{count}",
+        f"         evaluation on {len(contract.get('eval_tasks', ())):,} tasks"
         + (f" every {online.eval_every} steps" if online.eval_every else " before the first step and after the last"),
         f"servers  {servers}",
     )
@@ -271,7 +322,7 @@ async def served(urls: list[str], key: str | None) -> str:
     if urls == [IN_PROCESS]:
         return "vLLM runs in this process"
     async with Servers(urls, model="", key=key) as servers:
-        return f"{', '.join(urls)}, which serve {await model_of(servers)!r}"
+        return f"{', '.join(urls)} with model {await model_of(servers)!r}"
 
 
 def _check_interpreter(run: RunFile) -> str:
@@ -282,21 +333,22 @@ def _check_interpreter(run: RunFile) -> str:
         has_vllm = subprocess.run([python, "-c", probe], capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ArgumentError(
-            f"TG-CLI-017: {python}: it cannot be run: {error}. No server would start. Correct python."
+            f"TG-CLI-017: {python} cannot be run: {error}. No server would start. Correct --python, or python in "
+            "run.toml."
         ) from error
     if not has_vllm:
         raise ArgumentError(
-            f"TG-CLI-018: {python} has no vLLM. No server would start. Name servers, or as python an "
-            f"interpreter that has it."
+            f"TG-CLI-018: {python} cannot import vLLM, so no server would start. Give --python an interpreter with "
+            "vLLM, or name running servers with --server."
         )
-    return f"one is started by {python}"
+    return f"vLLM is started by {python}"
 
 
 def _final_lines(result: Any, out: Path, arguments: list[str]) -> list[str]:
-    reasons = {"done": "", "signal": ", stopped on request; nothing is lost", "tasks": ", after which no task was left"}
+    reasons = {"done": "", "signal": ", stopped on request", "tasks": ", then no tasks were left"}
     return [
         f"trained  {result.steps:,} steps{reasons[result.stopped]}",
         f"         {result.checkpoint}  loads with AutoModelForCausalLM.from_pretrained",
-        f"         {out / 'played'}  holds what was played, {out / 'metrics.jsonl'} how it went",
+        f"         {out / 'played'}  has the rollouts, {out / 'metrics.jsonl'} the metrics",
         *resume_line(result.stopped, arguments),
     ]

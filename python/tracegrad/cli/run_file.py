@@ -1,4 +1,4 @@
-"""Read the run.toml of `tracegrad online`: named inputs, [online], [play], [engine], and sections of training.
+"""Read the run.toml of `tracegrad online`: named inputs, [online], [rollout], [engine], and sections of training.
 
 Its paths are relative to its own folder. This module reads, checks and prints the file.
 """
@@ -19,16 +19,16 @@ from tracegrad.online.run_info import RunInfo
 from tracegrad.recipes import Recipe
 from tracegrad.storage.remote import path_of, require_local_path
 
-TEXTS = ("model", "out", "tasks", "evaluation", "environment", "agent", "python", "key_file")
-LISTS = ("rewards", "tools", "servers", "weights")
+TEXTS = ("model", "out", "tasks", "eval_tasks", "environment", "agent", "python", "key_file")
+LISTS = ("rewards", "tools", "servers", "reward_weights")
 KEYS = (*TEXTS, *LISTS)
-PLAYING: Mapping[str, Any] = {"online": OnlineConfig(), "play": RolloutConfig()}
+PLAYING: Mapping[str, Any] = {"online": OnlineConfig(), "rollout": RolloutConfig()}
 """Sections about rollouts, with their defaults."""
 OFFLINE_ONLY_OPTIONS = (
     *(f"map.{each.name}" for each in fields(config.FieldMap)),
-    *("data.on_error", "data.logprob_kind", "data.text_only", "data.lenient", "data.holdout", "train.epochs"),
+    *("data.on_error", "data.logprob_kind", "data.text_only", "data.allow_unknown_ids", "data.holdout", "train.epochs"),
     "data.server_profile",
-    *("train.max_steps", "filter.even_groups", "train.off_policy_value_per_epoch", "stop.below_ess", "stop.worse"),
+    *("train.max_steps", "filter.drop_zero_std_groups", "eval.ope_per_epoch", "stop.min_ope_ess", "stop.ope_falls"),
 )
 
 
@@ -38,19 +38,19 @@ class RunFile:
 
     Args:
         path: the file. Its paths are relative to its folder.
-        named: values of the keys above the first section (`KEYS`).
-        config, online, play: values of the sections.
+        inputs: values of the keys above the first section (`KEYS`).
+        config, online, rollout: values of the sections.
         engine: vLLM's engine arguments.
-        otherwise: options of the file or command line that override the recipe.
+        overrides: options of the file or command line that override the recipe.
     """
 
     path: Path
-    named: Mapping[str, Any]
+    inputs: Mapping[str, Any]
     config: config.Config
     online: OnlineConfig
-    play: RolloutConfig
+    rollout: RolloutConfig
     engine: Mapping[str, Any] = field(default_factory=dict)
-    otherwise: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def base(self) -> Path:
@@ -63,28 +63,28 @@ class RunFile:
         Raises:
             ArgumentError: if the key is missing.
         """
-        if key not in self.named:
+        if key not in self.inputs:
             raise ArgumentError(
-                f'TG-CLI-024: {self.path}: {key} is missing. The run cannot begin without it. Write {key} = "..." '
-                f"above the first [section], or --{key}."
+                f'TG-CLI-024: {self.path}: {key} is missing. Write {key} = "..." above the first [section]'
+                + (f", or give --{key}." if key in ("model", "out", "tasks") else ".")
             )
-        return self.base / path_of(self.named[key])
+        return self.base / path_of(self.inputs[key])
 
     @property
     def python(self) -> str | None:
         """Return the interpreter for the server: a path, or a name to look up as a shell would."""
-        value = self.named.get("python")
+        value = self.inputs.get("python")
         return str(self.base / value) if value and "/" in value else value
 
     @property
     def key(self) -> str | None:
         """Return the access token of the servers, or None."""
-        return read_key(self.place("key_file")) if "key_file" in self.named else None
+        return read_key(self.place("key_file")) if "key_file" in self.inputs else None
 
     def to_toml(self) -> str:
         """Return all settings of the run as TOML."""
-        tables = [("online", asdict(self.online)), ("play", asdict(self.play)), ("engine", self.engine)]
-        parts = [_table("", self.named), *(_table(name, values) for name, values in tables if values)]
+        tables = [("online", asdict(self.online)), ("rollout", asdict(self.rollout)), ("engine", self.engine)]
+        parts = [_table("", self.inputs), *(_table(name, values) for name, values in tables if values)]
         return "\n\n".join([*parts, config.to_toml(self.config, without=OFFLINE_ONLY_OPTIONS)])
 
 
@@ -132,7 +132,7 @@ def read(
     for name, _ in [*file_options, *training_overrides]:
         if name in OFFLINE_ONLY_OPTIONS:
             raise ArgumentError(
-                f"TG-CLI-025: {name} has no effect on an online run: it is of training from a file. Leave it out."
+                f"TG-CLI-025: {name} has no effect on an online run. Only tracegrad train uses it. Remove it."
             )
     start, previous = (
         _previous_options(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
@@ -142,46 +142,52 @@ def read(
         previous, config.flatten({name: table for name, table in rollout_sections.items() if table}), where=str(path)
     )
     rollout = set_values(rollout, [pair for pair in overrides if pair[0].partition(".")[0] in PLAYING])
-    run_config, otherwise = config.update(run_config, training_overrides), ()
+    run_config, overridden = config.update(run_config, training_overrides), ()
     if recipe is not None:
         online_recipe = replace(
             recipe, config=tuple(option for option in recipe.config if option[0] not in OFFLINE_ONLY_OPTIONS)
         )
-        run_config, otherwise = online_recipe.settle(overrides=[*file_options, *training_overrides], start=start)
-    return RunFile(path, named, run_config, **rollout, engine=engine, otherwise=otherwise)
+        run_config, overridden = online_recipe.resolve(overrides=[*file_options, *training_overrides], start=start)
+    return RunFile(path, named, run_config, **rollout, engine=engine, overrides=overridden)
 
 
 def _check_servers(named: Mapping[str, Any], engine: Mapping[str, Any], path: Path) -> None:
     servers = named.get("servers", [])
-    if servers and servers != [IN_PROCESS] and (idle := [*(f"engine.{key}" for key in engine), *{"python"} & {*named}]):
+    if (
+        servers
+        and servers != [IN_PROCESS]
+        and (unused := [*(f"engine.{key}" for key in engine), *{"python"} & {*named}])
+    ):
         raise ArgumentError(
-            f"TG-CLI-026: {path}: servers are named, so that none is started, and {idle[0]} has no effect. Leave out "
-            "one of them; --server goes over both [engine] and python of a file, --python over its servers."
+            f"TG-CLI-026: {path}: servers names running servers, so no server is started and {unused[0]} has no "
+            "effect. Remove one of them. (--server overrides [engine] and python of the file; --python overrides its "
+            "servers.)"
         )
 
 
 def _checked(key: str, value: Any, path: Path) -> Any:
     if key not in KEYS:
         raise ArgumentError(
-            f"TG-CLI-027: {path}: {key} is no key here. It would have no effect. "
+            f"TG-CLI-027: {path}: unknown key {key}. "
             f"{config.nearest(key, [*KEYS, *PLAYING, 'engine', *config.SECTIONS])}"
         )
     is_list = isinstance(value, list) and value and key in LISTS
-    entry_type = (int, float) if key == "weights" else str
+    entry_type = (int, float) if key == "reward_weights" else str
     if (is_list and all(type(entry) is not bool and isinstance(entry, entry_type) for entry in value)) or (
-        key != "weights" and key != "servers" and isinstance(value, str) and value
+        key != "reward_weights" and key != "servers" and isinstance(value, str) and value
     ):
         return value
-    kind = "a list of numbers" if key == "weights" else "a list of URLs" if key == "servers" else "a text"
-    raise ArgumentError(f"TG-CLI-028: {path}: {key} is {value!r:.80}. It must be {kind}. Correct it or leave it out.")
+    kind = "a list of numbers" if key == "reward_weights" else "a list of URLs" if key == "servers" else "a string"
+    raise ArgumentError(f"TG-CLI-028: {path}: {key} is {value!r:.80}. It must be {kind}. Correct or remove it.")
 
 
 def _previous_options(out: Path) -> tuple[config.Config, Mapping[str, Any]]:
     """Return the options of the run in `out`, or the defaults."""
     if not (out / "config.toml").is_file():
         return config.Config(), PLAYING
-    run_config, brief = config.load(out / "config.toml"), RunInfo.read(out) if (out / run_info.NAME).exists() else None
-    return run_config, PLAYING if brief is None else {"online": brief.online, "play": brief.play}
+    run_config = config.load(out / "config.toml")
+    info = RunInfo.read(out) if (out / run_info.NAME).exists() else None
+    return run_config, PLAYING if info is None else {"online": info.online, "rollout": info.rollout}
 
 
 def _section(overrides: Sequence[tuple[str, Any]], section: str, convert: Any) -> dict[str, Any]:

@@ -20,43 +20,92 @@ from tracegrad.storage import files
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    parser = verb(commands, "score", "score recorded traces by functions or by a judge", _score)
+    parser = verb(
+        commands,
+        "score",
+        "score recorded traces with your reward functions or an LLM judge",
+        _score,
+        more="It writes the traces with their rewards to another file. A second run scores only groups that are not in "
+        "the cache.",
+        examples=(
+            "logs/ --reward mine.py:correct --out scored.jsonl --model MODEL",
+            "logs/ --judge http://localhost:8000 --judge-model NAME --out scored.jsonl",
+        ),
+        dotted_names=lambda: [name for name in config.options() if name.startswith(("map.", "data.on_error"))],
+    )
     inputs_of(parser)
     parser.add_argument(
-        "--out", type=place, required=True, metavar="FILE", help="traces with rewards; .gz, .zst compress"
+        "--out", type=place, required=True, metavar="FILE", help="file for the scored traces; .gz or .zst compresses it"
     )
     parser.add_argument(
-        "--reward", action="append", metavar="file.py:name", help="function of whole groups; repeatable"
-    )
-    parser.add_argument("--weight", action="append", type=float, metavar="F", help="of each function (default 1)")
-    parser.add_argument("--text", action="store_true", help="functions are given texts, not messages")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time limit of a call (default 60)")
-    parser.add_argument("--judge", metavar="URL", help="an OpenAI-compatible server")
-    parser.add_argument("--judge-model", metavar="NAME", help="the name that the server knows the judge by")
-    parser.add_argument(
-        "--rubric", type=Path, metavar="FILE", help="what counts, in words (default: reaching the goal)"
+        "--reward",
+        action="append",
+        metavar="file.py:name",
+        help="TRL-style reward function, called once per group; repeatable",
     )
     parser.add_argument(
-        "--votes", type=int, default=2, metavar="N", help="orders that each group is shown in (default 2)"
+        "--weight",
+        action="append",
+        type=float,
+        metavar="F",
+        help="weight of a reward function in the total, one per --reward (default 1)",
     )
-    parser.add_argument("--price", metavar="IN,OUT", help="of a million tokens read and written, for the cost")
-    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the server's token")
-    parser.add_argument("--parallel", type=int, metavar="N", help="groups at once (default 4, of a judge 8)")
-    parser.add_argument("--cache", type=Path, metavar="FILE", help="what was scored before (default OUT.scores)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="folder of the model to train, for the command after")
-    parser.add_argument("--on-error", choices=("raise", "skip"), help="a bad record: stop, leave it out")
-    parser.add_argument("--json", action="store_true", help="the account for machines, one object")
+    parser.add_argument(
+        "--reward-input",
+        choices=("messages", "text"),
+        default="messages",
+        help="pass lists of messages or plain text to reward functions (default messages)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit of one call of a reward function, in seconds (default 60)",
+    )
+    parser.add_argument("--judge", metavar="URL", help="score with an LLM judge on this OpenAI-compatible server")
+    parser.add_argument("--judge-model", metavar="NAME", help="model name to request from the judge's server")
+    parser.add_argument(
+        "--rubric", type=Path, metavar="FILE", help="text file with the judge's criteria (default: reaching the goal)"
+    )
+    parser.add_argument(
+        "--votes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="times that the judge sees each group, each time in another order (default 2)",
+    )
+    parser.add_argument(
+        "--price", metavar="IN,OUT", help="USD per million input,output tokens, to print the judge's cost"
+    )
+    parser.add_argument(
+        "--key-file", type=Path, metavar="FILE", help="file with the access token of the judge's server"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, metavar="N", help="groups in progress at once (default 4; 8 with a judge)"
+    )
+    parser.add_argument("--cache", type=Path, metavar="FILE", help="cache of earlier scores (default OUT.scores)")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="model that you will train: doctor checks the scored traces with it to print the next command",
+    )
+    parser.add_argument(
+        "--on-error", choices=("raise", "skip"), help="for a record that cannot be read: stop (default) or skip it"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
 
 
 def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import rewards
 
-    if idle := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
-        raise ArgumentError(f"TG-CLI-029: {idle[0]} has no effect on score, which trains nothing. Leave it for train.")
-    if bool(options.reward) == bool(options.judge):
+    if unused := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
         raise ArgumentError(
-            "TG-CLI-030: what scores is not told. Give --reward file.py:name, or --judge URL, one of the two."
+            f"TG-CLI-029: {unused[0]} has no effect on score, which does not train. Use it with tracegrad train."
         )
+    if bool(options.reward) == bool(options.judge):
+        raise ArgumentError("TG-CLI-030: give either --reward file.py:name or --judge URL, and not both.")
     source = options.traces
     if options.model is not None:
         options.model = folder_of(options.model)
@@ -67,24 +116,32 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     files.check_not_read([options.out], [*input_paths, cache], "--out")
     files.check_not_read([cache], input_paths, "--cache")
     run_config = config.load(overrides=overrides)
-    reading = {"map": run_config.map, "on_error": run_config.data.on_error, "progress": data.ProgressBar()}
     functions = user_functions.functions(options.reward, Path.cwd(), "--reward") if options.reward else []
-    shared = {"cache": cache, "told": _Counter()}
-    stream = data.stream(source, batch=rewards.TRACES_PER_BATCH, **reading)
+    counter = _Counter()
+    shared = {"cache": cache, "on_progress": counter}
+    stream = data.stream(
+        source,
+        batch=rewards.TRACES_PER_BATCH,
+        map=run_config.map,
+        on_error=run_config.data.on_error,
+        progress=data.ProgressBar(),
+    )
     with rewards.SpillFile(stream) as traces:
         if options.reward:
-            settings = {
-                "weights": options.weight,
-                "texts": options.text,
-                "seconds": options.seconds,
-                "parallel": options.parallel or 4,
-            }
-            result = rewards.score_traces(traces, functions, **settings, **shared)
+            result = rewards.score_traces(
+                traces,
+                functions,
+                weights=options.weight,
+                reward_input=options.reward_input == "text",
+                timeout_s=options.timeout,
+                concurrency=options.concurrency or 4,
+                **shared,
+            )
         else:
             result = asyncio.run(_judge(options, traces, shared))
-        shared["told"].end()
+        counter.end()
         write(result.parts(), options.out)
-    all_failed = bool(result.counts) and result.unscored == len(result.source)
+    all_failed = bool(result.counts) and result.unscored_traces == len(result.source)
     next_command = "" if all_failed else _next_command(options.out, options.model)
     if options.json:
         print_json({**_account(options, result, price), "next": next_command})
@@ -92,7 +149,7 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         last_line = (
             f"next     {next_command}"
             if next_command
-            else "         no trace has a score: mend what failed, and type it again"
+            else "         no trace has a score: fix the failures above, then run the command again"
         )
         print_lines(*stream.lines(), *_lines(options, result, price, cache), last_line)
     return 0
@@ -102,7 +159,7 @@ def _next_command(out: Path, model: Path | None) -> str:
     """Return the next command. With a model, the doctor examines the output and proposes it."""
     if model is None:
         return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
-    proposed = doctor.diagnose(out, model).following
+    proposed = doctor.diagnose(out, model).next_command
     # The user must decide --logprob-kind. The doctor explains both choices.
     doctor_command = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
     return proposed if proposed and "--logprob-kind" not in proposed else doctor_command
@@ -113,7 +170,7 @@ async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any
         from tracegrad.rollout.client import Servers
     except ImportError as error:
         raise ArgumentError(
-            f"TG-CLI-031: --judge needs {error.name}. No server can be asked. pip install 'tracegrad[online]'"
+            f"TG-CLI-031: --judge needs {error.name}, which is not installed. Run pip install 'tracegrad[online]'."
         ) from error
     from tracegrad import rewards
 
@@ -123,16 +180,23 @@ async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any
             rubric = options.rubric.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(
-                f"TG-CLI-032: {options.rubric}: {error}. The judge has no rubric. Correct the path."
+                f"TG-CLI-032: --rubric {options.rubric} cannot be read: {error}. Correct the path."
             ) from error
     if not options.judge_model:
         raise ArgumentError(
-            "TG-CLI-033: --judge-model is missing. The server answers by a model's name. Give the one it serves."
+            "TG-CLI-033: --judge-model is missing. Give the name of a model that the judge's server serves."
         )
     key = read_key(options.key_file) if options.key_file else None
     async with Servers([options.judge], model=options.judge_model, key=key, timeout_s=300) as servers:
-        settings = {"rubric": rubric, "votes": options.votes, "parallel": options.parallel or 8}
-        return await rewards.judge_traces(traces, servers.chat, model=options.judge_model, **settings, **shared)
+        return await rewards.judge_traces(
+            traces,
+            servers.chat,
+            model=options.judge_model,
+            rubric=rubric,
+            votes=options.votes,
+            concurrency=options.concurrency or 8,
+            **shared,
+        )
 
 
 def _price(value: str | None) -> tuple[float, float] | None:
@@ -142,7 +206,7 @@ def _price(value: str | None) -> tuple[float, float] | None:
         read, written = map(float, value.split(","))
     except ValueError:
         raise ArgumentError(
-            f"TG-CLI-034: --price is {value!r:.40}. The cost would not be known. Write two numbers: 0.5,1.5"
+            f"TG-CLI-034: --price is {value!r:.40}. It must be two numbers with a comma between them, such as 0.5,1.5."
         ) from None
     return read, written
 
@@ -152,8 +216,8 @@ def _account(options: argparse.Namespace, result: Any, price: tuple[float, float
         "file": str(options.out),
         "traces": len(result.source),
         "groups": result.groups,
-        "from_cache": result.cached,
-        "unscored": result.unscored,
+        "from_cache": result.cached_groups,
+        "unscored": result.unscored_traces,
         "failures": dict(result.counts),
         "first_failures": {name: failure.as_dict() for name, failure in result.failures.items()},
     }
@@ -165,20 +229,20 @@ def _account(options: argparse.Namespace, result: Any, price: tuple[float, float
 
 
 def _lines(options: argparse.Namespace, result: Any, price: tuple[float, float] | None, cache: Path) -> list[str]:
-    unscored = f", {result.unscored:,} without a score" if result.unscored else ""
+    unscored = f", {result.unscored_traces:,} without a score" if result.unscored_traces else ""
     out = [
         f"scored   {len(result.source):,} traces in {result.groups:,} groups by {', '.join(result.names)}{unscored}",
-        f"         {result.cached:,} groups were known from {cache}",
+        f"         {result.cached_groups:,} groups read from the cache {cache}",
     ]
     for name, count in result.counts.items():
         failure = result.failures.get(name)
         out.append(f"failed   {name}, {count:,} times" + (f"; the first: {failure}" if failure is not None else ""))
         out += [f"         {line}" for line in failure.traceback.splitlines()] if failure is not None else []
     if options.judge:
-        cost = f", {result.cost(price):.4f} at {options.price} a million" if price else ""
-        out.append(f"judge    read {result.prompt_tokens:,} tokens, wrote {result.completion_tokens:,}{cost}")
+        cost = f", {result.cost(price):.4f} USD at {options.price} per million" if price else ""
+        out.append(f"judge    {result.prompt_tokens:,} input tokens, {result.completion_tokens:,} output tokens{cost}")
         if result.agreement == result.agreement:
-            out.append(f"         two orders put {result.agreement:.0%} of the pairs alike")
+            out.append(f"         two orders agree on {result.agreement:.0%} of the pairs")
     return [*out, f"written  {options.out}"]
 
 
@@ -187,16 +251,16 @@ class _Counter:
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 1
-        self._said = False
+        self._is_shown = False
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if now >= self._next and sys.stderr.isatty():
-            self._next, self._said = now + 0.2, True
+            self._next, self._is_shown = now + 0.2, True
             sys.stderr.write(f"\rscored   {done:,} of {total:,} groups")
             sys.stderr.flush()
 
     def end(self) -> None:
         """Erase the line."""
-        if self._said:
+        if self._is_shown:
             sys.stderr.write("\r" + " " * 40 + "\r")

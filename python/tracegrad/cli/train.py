@@ -12,7 +12,16 @@ from typing import Any
 
 from tracegrad import config
 from tracegrad.cli import args
-from tracegrad.cli.args import add_json_flag, command, folder_of, print_json, print_lines, printer_for, resume_line
+from tracegrad.cli.args import (
+    add_json_flag,
+    add_trace_arguments,
+    folder_of,
+    print_json,
+    print_lines,
+    printer_for,
+    resume_line,
+    verb,
+)
 from tracegrad.errors import ArgumentError, redact
 from tracegrad.metrics import Stopwatch, off_policy_estimate
 from tracegrad.packing import ModelShape
@@ -24,35 +33,67 @@ from tracegrad.trainer import api
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    train = command(commands, "train", "train a model on recorded traces", _train, RunDirectory)
-    run = train.add_argument_group("the run")
-    run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the options of docs/configuration.md")
+    parser = verb(
+        commands,
+        "train",
+        "train a model on recorded traces",
+        _train,
+        more="TRACES may also be a folder that `tracegrad prepare` wrote. --out gets a checkpoint, metrics.jsonl, "
+        "report.html and summary.json.",
+        examples=(
+            "logs/ --model Qwen/Qwen3-0.6B --out runs/first --map.reward score",
+            "prepared --model MODEL --out runs/second --objective GSPO --optimizer.lr 2e-6 --dry-run",
+        ),
+        dotted_names=config.options,
+    )
+    add_trace_arguments(parser, out=RunDirectory, out_help="folder or URL of the run")
+    run = parser.add_argument_group("training")
+    run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with options (docs/configuration.md)")
     args.add_to(run)
     run.add_argument(
         "--accept-truncated-sampling",
         action="store_const",
         const=True,
-        help="take a ratio on traces sampled with top_p, top_k, penalties or the like, which is off by the kept mass",
+        help="train with a ratio on traces sampled with top_p, top_k or penalties; the ratio is wrong by the "
+        "probability mass that sampling kept",
     )
     run.add_argument("--epochs", metavar="N", help="passes over the groups (default 1)")
-    run.add_argument("--seed", metavar="N", help="of the order of groups and the held-out choice (default 0)")
     run.add_argument(
-        "--stop-below-ess", metavar="F", help="stop when the off-policy value rests on a smaller share of the traces"
+        "--seed", metavar="N", help="seed for the order of groups and the choice of held-out groups (default 0)"
     )
-    run.add_argument("--log-to", metavar="NAMES", help="dashboards: tensorboard, wandb, trackio, with commas between")
-    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if there is one")
-    run.add_argument("--print-config", action="store_true", help="print the resolved config and do nothing")
+    run.add_argument(
+        "--min-ope-ess",
+        metavar="F",
+        help="stop when the effective sample size of the held-out estimate falls below F of the held-out traces",
+    )
+    run.add_argument(
+        "--report-to",
+        metavar="NAMES",
+        help="also send metrics to tensorboard, wandb or trackio; separate several with commas",
+    )
+    run.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --out, if one exists"
+    )
+    run.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     add_json_flag(run)
-    run.add_argument("--dry-run", action="store_true", help="read, align and pack, print what would be done, and stop")
-    run.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: what each of so many ranks would need")
-    run.add_argument("--SECTION.OPTION", metavar="VALUE", help="any option, such as --optimizer.lr 2e-4")
+    run.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="read, align and pack, print steps and memory estimate, and exit without training",
+    )
+    run.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: print the estimate for N ranks")
+    run.add_argument(
+        "--SECTION.OPTION",
+        metavar="VALUE",
+        help="set any option of docs/configuration.md, such as --optimizer.lr 2e-4",
+    )
 
 
 def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if options.ranks is not None and (options.ranks < 1 or not options.dry_run):
         raise ArgumentError(
-            f"TG-CLI-035: --ranks {options.ranks} is for --dry-run, and at least 1. A run has as many ranks as "
-            "torchrun starts. Leave it out, or add --dry-run."
+            f"TG-CLI-035: --ranks {options.ranks} needs --dry-run and must be at least 1. A training run has the ranks "
+            "that torchrun starts. Remove --ranks, or add --dry-run."
         )
     options.model = folder_of(options.model)
     run_config, recipe_lines = _config(options, overrides)
@@ -66,7 +107,7 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             print_json({"config": config.as_dict(run_config), "objective": str(objective)})
         return 0
     watch = Stopwatch()
-    with nullcontext() if options.dry_run or not api.is_first_rank() else options.out.locked():
+    with nullcontext() if options.dry_run or not api.is_first_rank() else options.out.lock():
         data, summary = api.load_traces(options.traces, options.model, run_config, options.out.path, watch)
         speak(*summary.lines())
         if options.dry_run:
@@ -85,8 +126,8 @@ def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tu
     recipe = args.recipe_from_flags(options)
     if recipe is None:
         return config.load(options.config, overrides, start=start), []
-    run_config, otherwise = recipe.settle(options.config, overrides, start=start)
-    return run_config, args.lines(options, recipe, otherwise)
+    run_config, overridden = recipe.resolve(options.config, overrides, start=start)
+    return run_config, args.lines(options, recipe, overridden)
 
 
 def _dry_run(
@@ -99,7 +140,7 @@ def _dry_run(
     terms = sum(step.terms for step in feed.sizes)
     rows = [tokens for step in feed.sizes for tokens, _ in step.rows]
     plan = feed.plan(len(feed.sizes))
-    fill = sum(rows) / (len(rows) * chosen.pack.token_budget)
+    fill = sum(rows) / (len(rows) * chosen.pack.tokens_per_row)
     if account is not None:
         plan_counts = {
             "steps": plan.total,
@@ -107,7 +148,7 @@ def _dry_run(
             "rows": len(rows),
             "longest_row": max(rows),
         }
-        traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held.sum()), "terms": terms}
+        traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held_out.sum()), "terms": terms}
         lines, numbers = _forecast(model, chosen, feed, ranks)
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
         estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
@@ -116,12 +157,12 @@ def _dry_run(
         return 0
     print_lines(
         *(f"note     {note}" for note in feed.notes),
-        f"would    take {plan.total:,} steps, {plan.steps_per_epoch:,} an epoch, on {int(feed.trained.sum()):,} "
-        f"traces, with {int(feed.held.sum()):,} held out for value",
-        f"         {len(rows):,} rows an epoch, the longest {max(rows):,} tokens, {fill:.0%} of the budget filled, "
-        f"{terms:,} terms" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
+        f"dry run  {plan.total:,} optimizer steps, {plan.steps_per_epoch:,} per epoch, on {int(feed.trained.sum()):,} "
+        f"traces; {int(feed.held_out.sum()):,} held out for the off-policy estimate",
+        f"         {len(rows):,} rows per epoch, the longest has {max(rows):,} tokens, rows are {fill:.0%} full, "
+        f"{terms:,} trained tokens" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
         f"sharing  {feed.sharing()}, in the first step"
-        + ("" if chosen.pack.share_prefixes else "; it is off: pack.share_prefixes"),
+        + ("" if chosen.pack.share_prefixes else "; pack.share_prefixes turns it on"),
     )
     print_lines(*_forecast(model, chosen, feed, ranks)[0])
     return 0
@@ -131,7 +172,7 @@ def _shape(model: Path) -> ModelShape | None:
     """Return the shape of a model from its config.json, or None if it is not specified there."""
     try:
         model_config = read_json(model / "config.json")
-        return ModelShape.known(SimpleNamespace(**model_config.get("text_config", model_config)))
+        return ModelShape.try_of(SimpleNamespace(**model_config.get("text_config", model_config)))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -144,7 +185,7 @@ def _forecast(model: Path, chosen: config.Config, feed: Any, ranks: int) -> tupl
     try:
         from tracegrad.trainer.resource_estimate import estimate_resources
     except ImportError as error:
-        return [f"memory   not known: {error.name} is not installed"], {}
+        return [f"memory   no estimate: {error.name} is not installed"], {}
     estimate = estimate_resources(model, chosen, feed, ranks)
     return estimate.lines(), estimate.as_dict()
 
@@ -159,14 +200,18 @@ def _learn(
     watch: Stopwatch,
 ) -> int:
     title = Path(redact(options.traces[0]).rstrip("/")).name
-    settings = {
-        "out": options.out,
-        "resume": options.resume,
-        "title": title,
-        "say": printer_for(options),
-        "watch": watch,
-    }
-    result = api.train_aligned(data, summary, options.model, objective, chosen, **settings)
+    result = api.train_aligned(
+        data,
+        summary,
+        options.model,
+        objective,
+        chosen,
+        out=options.out,
+        resume=options.resume,
+        title=title,
+        log=printer_for(options),
+        watch=watch,
+    )
     if options.json:
         places = _outputs(options.out, result)
         counts = {
@@ -184,24 +229,25 @@ def _learn(
 def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> list[str]:
     from tracegrad.trainer.load_model import auto_class_name
 
+    position = f"after step {result.step:,} of {result.total:,}"
     reasons = {
         "done": f"trained  {result.step:,} steps",
-        "ess": f"stopped  after step {result.step:,} of {result.total:,}: the off-policy value rests on too few traces",
-        "worse": f"stopped  after step {result.step:,} of {result.total:,}: value was best after {result.best}",
-        "signal": f"stopped  on request after step {result.step:,} of {result.total:,}; nothing is lost",
+        "ope_ess": f"stopped  {position}: the effective sample size of the off-policy estimate is too small",
+        "ope_falls": f"stopped  {position}: the off-policy estimate peaked after step {result.best_step}",
+        "signal": f"stopped  on request {position}; a checkpoint is written",
     }
     places = _outputs(options.out, result)
     return [
         reasons[result.stopped],
-        *_value_line(result.rows),
+        *_estimate_line(result.rows),
         "device   "
         + (
-            "a CPU: host and device are one, no idle share"
-            if result.idle is None
-            else f"{result.idle:.1%} of its time idle"
+            "CPU, so no idle share is measured"
+            if result.device_idle_share is None
+            else f"idle for {result.device_idle_share:.1%} of the time"
         ),
         f"         {places['checkpoint']}  loads with {auto_class_name(result.checkpoint)}.from_pretrained",
-        f"         {places['report.html']}  shows the run and its tokens",
+        f"         {places['report.html']}  has curves, alignment and tokens",
         f"         {places['metrics.jsonl']}, {places['summary.json']}",
         *resume_line(result.stopped, arguments),
     ]
@@ -210,21 +256,22 @@ def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> l
 def _outputs(out: RunDirectory, result: Any) -> dict[str, str]:
     """Return the addresses or paths of a run's outputs. At an address, the checkpoint is the newest one."""
     names = ("checkpoint", "report.html", "metrics.jsonl", "summary.json")
-    places = {name: out.named(out.path / name) or str(out.path / name) for name in names}
+    places = {name: out.address_of(out.path / name) or str(out.path / name) for name in names}
     return {**places, "checkpoint": result.address or places["checkpoint"]}
 
 
-def _value_line(rows: list[dict[str, Any]]) -> list[str]:
+def _estimate_line(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line with the final off-policy estimate of the reward, if there is one."""
-    last = next((row for row in reversed(rows) if row.get("off_policy_value") is not None), None)
+    last = next((row for row in reversed(rows) if row.get("ope") is not None), None)
     if last is None:
         return []
-    sample = f"effective sample {last['off_policy_value_ess']:.0f} of {last['off_policy_value_traces']} held-out traces"
+    sample = f"effective sample size {last['ope_ess']:.0f} of {last['ope_traces']} held-out traces"
     if (estimate := off_policy_estimate(last)) is None:
-        was_known = any(row.get("off_policy_value_known") for row in rows)
-        clamped = last.get("off_policy_value_clamped") or 0
+        was_reliable = any(row.get("ope_reliable") for row in rows)
+        clamped = last.get("ope_clamped") or 0
         reason = f"{sample}, {clamped:.0f} with a clamped weight" if clamped else sample
-        return [f"value    {'no longer' if was_known else 'not'} known: {reason}"]
+        return [f"eval     estimate {'no longer reliable' if was_reliable else 'unreliable'}: {reason}"]
     mean, low, high = estimate
-    recorded = last["off_policy_value_recorded"]
-    return [f"value    {recorded:.3f} as recorded, {mean:.3f} now ({low:.3f} to {high:.3f}, {sample})"]
+    recorded = last["ope_recorded_reward"]
+    estimate = f"{mean:.3f} estimated now ({low:.3f} to {high:.3f}, {sample})"
+    return [f"eval     held-out reward {recorded:.3f} as recorded, {estimate}"]

@@ -38,8 +38,8 @@ def line(error: BaseException, arguments: Sequence[str]) -> str:
         location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         cause = getattr(failure, "strerror", None) or type(failure).__name__
         return escape_terminal(
-            f"unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a folder that can be "
-            f"written, run the command again, and attach the report to an issue of the project."
+            f"unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a writable folder, "
+            "run the command again, and attach the report to an issue of the project."
         )
     return escape_terminal(f"unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project.")
 
@@ -135,7 +135,7 @@ def of_output(error: OSError) -> str:
     reason = os.strerror(error.errno) if error.errno else str(error)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "Free space there, or redirect it elsewhere" if is_full else "Redirect it elsewhere"
-    return f"standard output: {reason}. What was printed is not whole. {remedy}."
+    return f"standard output: {reason}. The output is incomplete. {remedy}."
 
 
 def _values(arguments: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Import what a user names as `file.py:name`. The file runs as Python runs a script.
+"""Import objects that a user names as `file.py:name`. The file is executed, like a script.
 
-Tasks may also be a JSON Lines file. Objects of a wrong kind are reported early.
+Tasks may also be a JSON Lines file. An object of the wrong kind is an error at the start.
 """
 
 import importlib
@@ -31,7 +31,8 @@ def find(named: str, base: Path) -> Any:
     match = NAMED.fullmatch(named) if isinstance(named, str) else None
     if match is None:
         raise ArgumentError(
-            f"TG-CLI-036: {named!r:.200} names nothing. Write file.py:name, or module:name of what is installed."
+            f"TG-CLI-036: {named!r:.200} is not a reference to Python code. Write file.py:name, or module:name for an "
+            "installed module."
         )
     module = _module(match["place"], base, named)
     try:
@@ -39,35 +40,32 @@ def find(named: str, base: Path) -> Any:
     except AttributeError:
         names = [name for name in vars(module) if not name.startswith("_")]
         raise ArgumentError(
-            f"TG-CLI-037: {named}: there is no {match['name']} in it. {nearest(match['name'], names)}"
+            f"TG-CLI-037: {named}: the file does not define {match['name']}. {nearest(match['name'], names)}"
         ) from None
 
 
 def _module(place: str, base: Path, named: str) -> ModuleType:
     path = base / place
     if place.endswith(".py") and not path.is_file():
-        raise ArgumentError(
-            f"TG-CLI-038: {named}: there is no file {path}. Nothing of it could be played. Correct the path."
-        )
+        raise ArgumentError(f"TG-CLI-038: {named}: the file {path} does not exist. Correct the path.")
     try:
         return load_module(path) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:
         raise ArgumentError(
-            f"TG-CLI-039: {named}: it cannot be imported: {failure_of(error)}. Nothing of it could be played. Run "
-            f"it by Python alone."
+            f"TG-CLI-039: {named} cannot be imported: {failure_of(error)}. Run the file with Python to find the cause."
         ) from error
 
 
 def tasks(named: str, base: Path) -> Any:
-    """Return the tasks: entries of a JSON Lines file, or what `file.py:name` names.
+    """Return the tasks: entries of a JSON Lines file, or the tasks of an object `file.py:name`.
 
-    The named object is a list, an iterable, or a function without arguments that returns one.
+    The object is a list, an iterable, or a function without arguments that returns one.
 
     Raises:
         ArgumentError: if there are no tasks, or a line is not valid JSON.
     """
     if not isinstance(named, str):
-        raise ArgumentError(f"TG-CLI-040: tasks is {named!r:.100}. Write a file of JSON lines, or file.py:name.")
+        raise ArgumentError(f"TG-CLI-040: tasks is {named!r:.100}. It must be a JSON Lines file, or file.py:name.")
     if not NAMED.fullmatch(named):
         return _lines(base / named)
     source = find(named, base)
@@ -76,15 +74,15 @@ def tasks(named: str, base: Path) -> Any:
             source = source()
         except Exception as error:
             raise ArgumentError(
-                f"TG-CLI-041: {named}: it gives no tasks: {failure_of(error)}. Nothing could be played."
+                f"TG-CLI-041: {named}() raised an error and returned no tasks: {failure_of(error)}"
             ) from error
     if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise ArgumentError(
-            f"TG-CLI-042: {named} is a {type(source).__name__}. Each of its entries would be played. Name a list, or a "
-            "function without arguments that gives one."
+            f"TG-CLI-042: {named} is a {type(source).__name__}, which is not a list of tasks. Name a list, another "
+            "iterable, or a function without arguments that returns one."
         )
     if isinstance(source, Sequence) and not source:
-        raise ArgumentError(f"TG-CLI-043: {named} is empty. There is nothing to play. Put at least one task into it.")
+        raise ArgumentError(f"TG-CLI-043: {named} is empty. Add at least one task.")
     return source if isinstance(source, Sequence) else _iterated(source, named)
 
 
@@ -94,7 +92,7 @@ def _iterated(task_source: Iterable[Any], named: str) -> Iterator[Any]:
         yield from task_source
     except Exception as error:
         raise ArgumentError(
-            f"TG-CLI-044: {named}: it failed while it gave tasks: {failure_of(error)}. No more can be played."
+            f"TG-CLI-044: {named} raised an error while tasks were read from it: {failure_of(error)}"
         ) from error
 
 
@@ -107,8 +105,8 @@ def evaluation_tasks(named: str, base: Path) -> list[Any]:
     task_list = list(islice(tasks(named, base), MOST_EVALUATED + 1))
     if len(task_list) > MOST_EVALUATED:
         raise ArgumentError(
-            f"TG-CLI-045: evaluation: {named} has more than {MOST_EVALUATED:,} tasks. All are played each time. "
-            f"Name fewer."
+            f"TG-CLI-045: eval_tasks: {named} has more than {MOST_EVALUATED:,} tasks, and every evaluation rolls out "
+            "all of them. Name fewer."
         )
     return task_list
 
@@ -121,12 +119,12 @@ def _lines(path: Path) -> list[Any]:
                 if line.strip():
                     values.append(_value(line, path, number))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error.reason})"
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
         raise ArgumentError(
-            f"TG-CLI-046: {path}: {reason}. There are no tasks to play. Name a file of JSON lines."
+            f"TG-CLI-046: {path}: {reason}. Tasks must be a JSON Lines file that can be read."
         ) from error
     if not values:
-        raise ArgumentError(f"TG-CLI-047: {path} has no line. There is nothing to play. Write a task into each line.")
+        raise ArgumentError(f"TG-CLI-047: {path} is empty. Write one task per line.")
     return values
 
 
@@ -135,12 +133,12 @@ def _value(line: str, path: Path, number: int) -> Any:
         value = json.loads(line)
         if isinstance(value, (str, list, dict)):
             return value
-        why = f"it is {line.strip()[:60]}"
+        reason = f"the line is {line.strip()[:60]}"
     except (ValueError, RecursionError) as error:
-        why = str(error)[:100]
+        reason = str(error)[:100]
     raise ArgumentError(
-        f"TG-CLI-048: {path}:{number}: no task: {why}. Which task is which group's would change. Write a JSON "
-        f"text, list or object."
+        f"TG-CLI-048: {path}:{number}: not a task: {reason}. Skipping the line would renumber the groups. Write a JSON "
+        "string, list or object."
     )
 
 
@@ -157,13 +155,13 @@ def agent_or_environment(named: str, base: Path, what: str) -> Any:
     is_class = isinstance(thing, type) and hasattr(thing, "reset")
     if what == "environment" and not (is_class or _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"TG-CLI-049: {named} is {_kind(thing)}. An environment is a class with reset. Name one, or call it "
-            f"an agent."
+            f"TG-CLI-049: {named} is {_kind(thing)}. An environment is a class with a reset method. Name one, or use "
+            "the key agent."
         )
     if not is_class and (isinstance(thing, type) or not _takes(thing, "task", "policy")):
         raise ArgumentError(
-            f"TG-CLI-050: {named} is {_kind(thing)}. It would be called with (task, policy). Name a function of these "
-            "two, or a class of environments."
+            f"TG-CLI-050: {named} is {_kind(thing)}. An agent is called with (task, policy). Name a function with "
+            "these two arguments, or an environment class."
         )
     return thing
 
@@ -176,7 +174,9 @@ def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
     """
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, list) or not names:
-        raise ArgumentError(f'TG-CLI-051: {what} is {named!r:.100}. Write {what} = ["file.py:name"].')
+        raise ArgumentError(
+            f'TG-CLI-051: {what} is {named!r:.100}. It must be a list such as {what} = ["file.py:name"].'
+        )
     result: list[Callable[..., Any]] = []
     for name in names:
         thing = find(name, base)
@@ -184,7 +184,8 @@ def functions(named: Any, base: Path, what: str) -> list[Callable[..., Any]]:
         for function in members:
             if not callable(function) or isinstance(function, type):
                 raise ArgumentError(
-                    f"TG-CLI-052: {name} is {_kind(function)}. {what} are functions. Name one, or a list of them."
+                    f"TG-CLI-052: {name} is {_kind(function)}. {what} must be functions. Name a function, or a list of "
+                    "functions."
                 )
         result += members
     return result

@@ -13,43 +13,71 @@ from tracegrad.storage import cache
 
 def add_to(commands: Any) -> None:
     """Add the verb."""
-    parser = verb(commands, "view", "look at traces, prepared shards and runs in a browser", _view)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="files of traces, folders of prepare, --out of runs")
-    parser.add_argument("--model", metavar="DIR", help="tokenizer to align with (default: of a run)")
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="on loopback (default: a free one)")
-    parser.add_argument("--index", type=Path, metavar="DIR", help="where indexes stand (default: the user's cache)")
-    add_json_flag(parser)
-    chosen = parser.add_argument_group("one page that opens without a server")
-    chosen.add_argument("--export", type=Path, metavar="FILE", help="write the chosen traces to FILE and end")
-    chosen.add_argument(
-        "--where", action="append", default=[], metavar="C", help="such as reward<0.5 or tool:price; repeatable"
+    parser = verb(
+        commands,
+        "view",
+        "browse traces, prepared shards and runs on a local web page",
+        _view,
+        more="Needs pip install 'tracegrad[view]'.",
+        examples=(
+            "logs/ --model Qwen/Qwen3-0.6B",
+            "traces.jsonl runs/first --export worst.html --where 'reward<0.5' --limit 50",
+        ),
+        dotted_names=lambda: [name for name in config.options() if name.startswith("map.")],
     )
-    chosen.add_argument("--search", default="", metavar="TEXT", help="text that is in them")
-    chosen.add_argument("--sort", default="", metavar="COLUMN", help="such as pull, largest first, or pull:up")
-    chosen.add_argument("--limit", type=int, default=2000, metavar="N", help="at most so many (2000)")
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="trace files, folders written by prepare, or --out folders of runs"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="folder with the tokenizer to align with (default: the one of a run)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port on this machine's loopback (default: a free one)"
+    )
+    parser.add_argument(
+        "--index", type=Path, metavar="DIR", help="folder for search indexes (default: the user's cache folder)"
+    )
+    add_json_flag(parser)
+    export = parser.add_argument_group("export to one HTML file, without a server")
+    export.add_argument("--export", type=Path, metavar="FILE", help="write the selected traces to FILE and exit")
+    export.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="export only matching traces, such as reward<0.5 or tool:price; repeatable, all must match",
+    )
+    export.add_argument("--search", default="", metavar="TEXT", help="export only traces that contain TEXT")
+    export.add_argument(
+        "--sort", default="", metavar="COLUMN", help="sort by a column, largest first; COLUMN:up sorts smallest first"
+    )
+    export.add_argument(
+        "--limit", type=int, default=2000, metavar="N", help="maximum number of traces to export (default 2000)"
+    )
 
 
 def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if idle := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(f"TG-CLI-053: {idle[0]} has no effect on view, which trains nothing. Leave it for train.")
+    if unused := [name for name, _ in overrides if not name.startswith("map.")]:
+        raise ArgumentError(
+            f"TG-CLI-053: {unused[0]} has no effect on view, which does not train. Use it with tracegrad train."
+        )
     if options.export is None and (options.where or options.search or options.sort):
         raise ArgumentError(
-            "TG-CLI-054: --where, --search, --sort choose what --export writes. Add --export FILE, or leave them."
+            "TG-CLI-054: --where, --search and --sort select traces for --export. Add --export FILE, or remove them."
         )
     try:
         from tracegrad import view
         from tracegrad.view import app as app
     except ModuleNotFoundError as error:
         raise ArgumentError(
-            f"TG-CLI-055: view needs {error.name}, which is not installed. Nothing can be shown. pip install "
-            f"'tracegrad[view]'"
+            f"TG-CLI-055: view needs {error.name}, which is not installed. Run pip install 'tracegrad[view]'."
         ) from error
     field_map = config.load(overrides=overrides).map
     with view.Viewer(
         options.paths, options.index or cache.cache_folder() / "view", options.model, field_map
     ) as session:
         if options.export is None:
-            view.serve(session, port=options.port, say=_address if options.json else print_lines)
+            view.serve(session, port=options.port, log=_address if options.json else print_lines)
             return 0
         while not session.indexer.done:
             time.sleep(0.02)

@@ -3,7 +3,7 @@
 Names and values become frozen dataclasses, or an error with the nearest valid name.
 """
 
-from tracegrad.config.dotted_keys import nearest, scalar, split_names
+from tracegrad.config.dotted_keys import join_list, nearest, scalar
 from tracegrad.config.parse import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
 from tracegrad.config.schema import (
     FEATURES,
@@ -47,12 +47,12 @@ __all__ = [
     "describe",
     "field_docs",
     "flatten",
+    "join_list",
     "load",
     "nearest",
     "options",
     "read_toml",
     "scalar",
-    "split_names",
     "to_toml",
     "update",
 ]

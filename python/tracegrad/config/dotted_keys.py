@@ -5,6 +5,7 @@ Names, types and choices are those of the dataclasses.
 
 import contextlib
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -14,6 +15,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from tracegrad.errors import ArgumentError
 
 Scalar = bool | int | float | str
+Value = Scalar | list[Any]
+"""Value of an option in TOML and JSON."""
 Node = TypeVar("Node")
 _HIGHEST = 1 << 63
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", NoneType: "none"}
@@ -57,9 +60,7 @@ def set_values(
     except _Unknown as error:
         name = str(error)
         hint = (moved or {}).get(name) or nearest(name, leaves(root, at))
-        raise ArgumentError(
-            f"TG-CONFIG-001: {opening}{shorten(name)} is no option. It would have no effect. {hint}"
-        ) from None
+        raise ArgumentError(f"TG-CONFIG-001: {opening}{shorten(name)} is not an option. {hint}") from None
 
 
 def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
@@ -67,7 +68,8 @@ def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
     result: dict[str, tuple[Any, Any]] = {}
     for key, (kind, entry) in _entries(root).items():
         name = f"{at}.{key}" if at else key
-        result.update(leaves(entry, name) if _has_fields(entry) else {name: (kind, entry)})
+        has_fields = _has_fields(entry) and not list_item(kind)
+        result.update(leaves(entry, name) if has_fields else {name: (kind, entry)})
     return result
 
 
@@ -84,7 +86,11 @@ def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
 
     >>> read("0.28", float | None), read("none", float | None), read("mean", Literal["mean", "sum"])
     (0.28, None, 'mean')
+    >>> read("3, 1", tuple[float, ...]), read(["wandb"], tuple[str, ...])
+    ((3.0, 1.0), ('wandb',))
     """
+    if item := list_item(kind):
+        return _read_list(value, item, finite)
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
     if NoneType in kinds and value in (None, "none"):
@@ -99,11 +105,32 @@ def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
     if type(value) is float and finite and float in kinds and not math.isfinite(value):
         raise ValueError("a finite number")
     if type(value) is str and value != value.encode("utf-8", "replace").decode():
-        raise ValueError("text, which TOML can hold: valid UTF-8")
+        raise ValueError("valid UTF-8 text, because TOML requires it")
     if type(value) not in kinds and Any not in kinds:
         kind_names = [_KINDS.get(each, getattr(each, "__name__", str(each))) for each in kinds if not get_args(each)]
         raise ValueError(" or ".join([*(["one of " + ", ".join(map(str, choices))] if choices else []), *kind_names]))
     return value
+
+
+def list_item(kind: Any) -> type | None:
+    """Return the type of the entries of a list option, such as `tuple[str, ...]`; None for any other type.
+
+    >>> list_item(tuple[float, ...]), list_item(str)
+    (<class 'float'>, None)
+    """
+    arguments: tuple[Any, ...] = get_args(kind) if get_origin(kind) is tuple else ()
+    return arguments[0] if arguments[1:] == (...,) and arguments[0] in (str, float) else None
+
+
+def _read_list(value: Any, item: type, finite: bool) -> tuple[Any, ...]:
+    """Convert a list, or its entries in a string with commas."""
+    try:
+        entries = split_list(value) if isinstance(value, str) else value
+        if not isinstance(entries, (list, tuple)):
+            raise ValueError
+        return tuple(read(entry, item, finite=finite) for entry in entries)
+    except ValueError:
+        raise ValueError("a list of strings" if item is str else "a list of finite numbers") from None
 
 
 def scalar(value: Any) -> Scalar:
@@ -130,16 +157,31 @@ def plain(name: str, value: Any, *, where: str = "") -> Scalar:
     return converted
 
 
-def split_names(told: str) -> list[str]:
-    """Split a comma-separated list of names.
+def split_list(text: str) -> list[Any]:
+    """Split the value of a list option on the command line: entries with commas between them, or a JSON list.
 
-    >>> split_names("wandb, trackio"), split_names("")
-    (['wandb', 'trackio'], [])
+    Raises:
+        ValueError: if the text begins with a bracket and is not JSON.
+
+    >>> split_list("wandb, trackio"), split_list(""), split_list('["a, b"]')
+    (['wandb', 'trackio'], [], ['a, b'])
     """
-    return [name.strip() for name in told.split(",") if name.strip()]
+    if text.startswith("["):
+        return json.loads(text)
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def join_list(entries: Iterable[str]) -> str:
+    """Return the entries as `split_list` reads them.
+
+    >>> join_list(["a", "b"]), join_list(["a, b"])
+    ('a,b', '["a, b"]')
+    """
+    entries, text = list(entries), ",".join(entries)
+    return text if split_list(text.lstrip("[")) == entries else json.dumps(entries, ensure_ascii=False)
+
+
+def nearest(name: str, valid_names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the nearest valid one, or all of them if none is near.
 
     Names are compared by their letters: `grpo-kl` is near `GRPO_KL`. If valid names have the same last part, they
@@ -148,21 +190,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     >>> nearest("trian.seed", ["train.seed", "train.epochs"]), nearest("dapo", ["GRPO", "DAPO"])
     ('Did you mean train.seed?', 'Did you mean DAPO?')
     """
-    known, letters = list(known), _letters(name[:80])
-    valid = {_letters(key): key for key in known}
+    valid_names, letters = list(valid_names), _letters(name[:80])
+    valid = {_letters(key): key for key in valid_names}
     same_end = [key for key in valid if key.split(".")[-1] == letters.split(".")[-1]]
     close = difflib.get_close_matches(letters, same_end or valid, 1, 0.5) or same_end
-    return f"Did you mean {valid[close[0]]}?" if close else f"Known: {', '.join(known)}."
+    return f"Did you mean {valid[close[0]]}?" if close else f"Valid names: {', '.join(valid_names)}."
 
 
 def _letters(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def shorten(text: str, most: int = 80) -> str:
-    """Return untrusted text for a terminal: at most `most` characters, one line, control characters escaped."""
+def shorten(text: str, max_length: int = 80) -> str:
+    """Return untrusted text for a terminal: at most `max_length` characters, one line, control characters escaped."""
     line = text if text.isprintable() else ascii(text)[1:-1]
-    return line if len(line) <= most else f"{line[:most]}..."
+    return line if len(line) <= max_length else f"{line[:max_length]}..."
 
 
 def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite: bool) -> Any:
@@ -178,21 +220,20 @@ def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite
             next((subkey for subkey in head_values if subkey is not None), None),
         )
         kind, entry = entries.get(head, (None, None))
-        if head not in entries or (None not in head_values and not _has_fields(entry)):
+        if head not in entries or (None not in head_values and (list_item(kind) or not _has_fields(entry))):
             raise _Unknown(name if tail is None else f"{name}.{tail}")
+        is_list = list_item(kind) is not None
         if None not in head_values:
             changes[head] = _rebuilt(entry, head_values, name, opening, finite)
         elif len(head_values) > 1:
-            raise ArgumentError(
-                f"TG-CONFIG-002: {opening}{name} is one value already, and {name}.{tail} too. Leave one out."
-            )
-        elif isinstance(entry, tuple) and head_values[None] in ("none", ()):
+            raise ArgumentError(f"TG-CONFIG-002: {opening}{name} and {name}.{tail} are both set. Leave one out.")
+        elif isinstance(entry, tuple) and not is_list and head_values[None] in ("none", ()):
             changes[head] = ()
         else:
             try:
                 changes[head] = read(head_values[None], kind, finite=finite)
-                if changes[head] is not None and _has_fields(entry):
-                    raise ValueError(f"told by its parts: {', '.join(leaves(entry, name))}")
+                if changes[head] is not None and _has_fields(entry) and not is_list:
+                    raise ValueError(f"set by its fields: {', '.join(leaves(entry, name))}")
             except ValueError as error:
                 raise _wrong(name, head_values[None], error, opening) from None
     if isinstance(node, tuple):

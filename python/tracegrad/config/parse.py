@@ -13,19 +13,17 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tracegrad.config.dotted_keys import Scalar, leaves, plain, set_values, shorten
+from tracegrad.config.dotted_keys import Scalar, Value, leaves, plain, set_values, shorten
 from tracegrad.config.schema import SECTIONS, Config, ObjectiveConfig
 from tracegrad.errors import ArgumentError
 
 _MOST_BYTES = 1 << 16
 _MOST_MARKS = 1000
 _DEEPEST = 12
-_MAP = "data.map"
-"""Name of the section `map` in files."""
 _MOVED = {
-    "train.stop_below_ess": "Its place is stop.below_ess.",
-    "optimizer.warmup_steps": "Its place is schedule.warmup_steps.",
-    "pack.leave_out": "It is two, each true or false: pack.share_prefixes (repeats) and pack.skip_zero_weight (idle).",
+    "train.min_ope_ess": "It is now stop.min_ope_ess.",
+    "optimizer.warmup_steps": "It is now schedule.warmup_steps.",
+    "pack.leave_out": "It is now two booleans: pack.share_prefixes (repeats) and pack.skip_zero_weight (idle).",
 }
 """Hints for renamed options, by old name."""
 
@@ -89,8 +87,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             import tomli as tomllib
         except ImportError:
             raise ArgumentError(
-                f"TG-CONFIG-004: {path}: this Python reads no TOML. No option of it is known. pip install "
-                f"tomli, or use Python 3.11."
+                f"TG-CONFIG-004: {path}: this Python version cannot read TOML. Run `pip install tomli`, "
+                f"or use Python 3.11."
             ) from None
     try:
         with open(path, "rb") as file:
@@ -100,19 +98,19 @@ def read_toml(path: Path) -> dict[str, Any]:
         if len(data) > _MOST_BYTES or dots > _MOST_MARKS or data.count(b"[") + data.count(b"{") > _MOST_MARKS:
             raise ArgumentError(
                 f"TG-CONFIG-005: {path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in "
-                "a line. All options together take 2,000 bytes: it is no config. Nothing of it was used. Give "
-                "--config another."
+                "a line. A config with all options has about 2,000 bytes, so this is not a config. Pass another file "
+                "with --config."
             )
         return tomllib.loads(data.decode("utf-8"))
     except ArgumentError:
         raise
     except OSError as error:
         raise ArgumentError(
-            f"TG-CONFIG-006: {path}: {error.strerror}. The run has no config. Give --config a TOML file."
+            f"TG-CONFIG-006: {path}: cannot be read ({error.strerror}). Pass a TOML file with --config."
         ) from error
     except (ValueError, RecursionError) as error:  # Python raises ValueError for an integer of 5,000 digits.
         raise ArgumentError(
-            f"TG-CONFIG-007: {path}: not TOML: {shorten(str(error), 200)}. Nothing of it was used. Correct that place."
+            f"TG-CONFIG-007: {path}: not TOML: {shorten(str(error), 200)}. Correct the file."
         ) from error
 
 
@@ -127,7 +125,7 @@ def to_toml(config: Config, without: Iterable[str] = ()) -> str:
         part = getattr(config, section)
         names = [f.name for f in fields(part) if f"{section}.{f.name}" not in without]
         lines = [f"{name} = {_toml(getattr(part, name))}" for name in names]
-        blocks.append("\n".join([f"[{_MAP if section == 'map' else section}]", *lines]))
+        blocks.append("\n".join([f"[{section}]", *lines]))
     choice = config.objective
     lines = [
         f"preset = {_toml(choice.preset)}",
@@ -136,12 +134,12 @@ def to_toml(config: Config, without: Iterable[str] = ()) -> str:
     return "\n\n".join([*blocks, "\n".join(["[objective]", *lines])]) + "\n"
 
 
-def as_dict(config: Config) -> dict[str, Scalar]:
-    """Return {dotted name: value}, with the objective's overrides."""
-    flat: dict[str, Scalar] = {}
+def as_dict(config: Config) -> dict[str, Value]:
+    """Return {dotted name: value}, as JSON has them, with the objective's overrides."""
+    flat: dict[str, Value] = {}
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
-        flat.update({f"{section}.{f.name}": getattr(part, f.name) for f in fields(part)})
+        flat.update({f"{section}.{f.name}": _plain(getattr(part, f.name)) for f in fields(part)})
     flat["objective.preset"] = config.objective.preset
     flat.update({f"objective.{name}": value for name, value in config.objective.overrides})
     return flat
@@ -157,13 +155,18 @@ def describe() -> str:
     return "\n".join(rows)
 
 
-def options() -> dict[str, tuple[Any, Scalar]]:
+def options() -> dict[str, tuple[Any, Value]]:
     """Return {dotted name: (type, default)}, without the objective's own fields."""
-    return leaves({name: getattr(Config(), name) for name in SECTIONS})
+    found = leaves({name: getattr(Config(), name) for name in SECTIONS})
+    return {name: (kind, _plain(default)) for name, (kind, default) in found.items()}
+
+
+def _plain(value: Any) -> Value:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass."""
+    """Return the string below each field of a dataclass, on one line."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -173,7 +176,7 @@ def field_docs(cls: type) -> dict[str, str]:
             and isinstance(statement.target, ast.Name)
             and isinstance(next_statement, ast.Expr)
         ):
-            docs[statement.target.id] = ast.literal_eval(next_statement.value)
+            docs[statement.target.id] = " ".join(ast.literal_eval(next_statement.value).split())
     return docs
 
 
@@ -184,12 +187,12 @@ def _choices(kind: Any) -> str:
 def flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, Any]]:
     """Return (dotted name, value) pairs of nested tables.
 
-    An empty table that is not a section, or a table nested too deeply, stays a value, which is refused later.
+    An empty table that is not a section, or a table nested too deeply, stays a value, which raises an error later.
     """
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():
-        if isinstance(value, Mapping) and depth < _DEEPEST and (value or prefix + key in (*SECTIONS, _MAP)):
-            flat.extend(flatten(value, "map." if prefix + key == _MAP else f"{prefix}{key}.", depth + 1))
+        if isinstance(value, Mapping) and depth < _DEEPEST and (value or prefix + key in SECTIONS):
+            flat.extend(flatten(value, f"{prefix}{key}.", depth + 1))
         else:
             flat.append((prefix + key, value))
     return sorted(flat, key=lambda pair: pair[0] != "objective.preset")

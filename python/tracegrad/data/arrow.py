@@ -198,7 +198,7 @@ class RowStream(Iterator[Traces]):
         name: name of the file in errors.
         format: as for `tracegrad.read`.
         on_error: "raise", or "skip" to leave out a bad row and count it in `read_report`.
-        most: approximate limit of the JSON bytes of all records; None means no limit.
+        max_bytes: approximate limit of the JSON bytes of all records; None means no limit.
 
     Raises:
         FormatError: for a bad row, if `on_error` is "raise", or if a limit is exceeded.
@@ -212,18 +212,18 @@ class RowStream(Iterator[Traces]):
         *,
         format: str = "auto",
         on_error: str = "raise",
-        most: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         if on_error not in ("raise", "skip"):
             raise ArgumentError(
-                f"TG-DATA-001: on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes of its "
-                "own to write aside. Pass 'raise' or 'skip', or write the traces as JSONL first."
+                f"TG-DATA-001: on_error is {on_error!r} for {name}, whose records are rows. A row has no bytes that a "
+                "quarantine could store. Pass 'raise' or 'skip', or write the traces as JSONL first."
             )
         self.read_report = ReadReport()
         self._batches, self._path = iter(batches), name
         self._format, self._skip = format, on_error == "skip"
-        self._most, self._spent = most, 0
-        self.known: Callable[[Line, bytes], Traces | None] | None = None
+        self._most, self._spent = max_bytes, 0
+        self.convert_refused: Callable[[Line, bytes], Traces | None] | None = None
         self._traces = self._read_all()
 
     def head(self) -> list[bytes]:
@@ -274,7 +274,7 @@ class RowStream(Iterator[Traces]):
             if self._most is not None and self._spent > self._most:
                 raise FormatError(
                     f"TG-DATA-002: {self._path}:{first + start}: its records have more than {self._most:,} bytes up to "
-                    "here, far more than the file. Values that rows share are written out for each of them. Split the "
+                    "here, far more than the file. Values that rows share are copied to each record. Split the "
                     "file."
                 )
             yield start, end, size
@@ -311,13 +311,13 @@ class RowStream(Iterator[Traces]):
 
     def _converted(self, line: Line, row: list[Any]) -> Traces | None:
         """Convert a row that the core refuses with the callback `known`. None if it cannot be converted."""
-        convert, self.known = self.known, None
+        convert, self.convert_refused = self.convert_refused, None
         try:
             return (
                 convert(line, "".join(row).encode()) if convert and all(isinstance(each, str) for each in row) else None
             )
         finally:
-            self.known = convert
+            self.convert_refused = convert
 
     def refuse(self, error: str, reason: str) -> None:
         """Count a bad row, or raise its error."""
@@ -363,8 +363,8 @@ def _spans(batch: Any, name: str, first: int) -> Iterator[tuple[int, int, int]]:
         )
         raise FormatError(
             f"TG-DATA-003: {name}:{first + row}: the columns, which have {batch.nbytes:,} bytes, become {excess}. "
-            "Values that rows or lists share are written out for each of them. Write fewer rows in a batch, or the "
-            "values themselves."
+            "Values that rows or lists share are copied to each record. Write fewer rows per batch, or "
+            "store the values without sharing."
         )
     start = 0
     while start < batch.num_rows:
@@ -383,7 +383,7 @@ def _heads(batch: Any, name: str) -> list[dict[str, Any]]:
         return batch.to_pylist()
     except (ValueError, OverflowError, pyarrow("pyarrow").ArrowException) as error:
         raise FormatError(
-            f"TG-DATA-004: {name}: {error}. A value of a column has no form in JSON, so a record cannot be made of it. "
+            f"TG-DATA-004: {name}: {error}. A value of a column cannot be converted to JSON. "
             "Convert the column to text or numbers."
         ) from None
 
@@ -395,22 +395,16 @@ def check_batch(batch: Any, name: str) -> None:
         FormatError: if two columns have the same name, a type is nested too deeply, or the data is inconsistent.
     """
     if duplicates := [field for field in batch.schema.names if batch.schema.names.count(field) > 1]:
-        raise FormatError(
-            f"TG-DATA-005: {name}: two columns are called {duplicates[0]!r}. Which of them counts cannot be "
-            f"known. Rename one."
-        )
+        raise FormatError(f"TG-DATA-005: {name}: two columns are called {duplicates[0]!r}. Rename one.")
     if any(_depth(field.type) > DEPTH for field in batch.schema):
         raise FormatError(
-            f"TG-DATA-006: {name}: a column is nested deeper than {DEPTH} levels. A record so deep is not a trace and "
-            "would exhaust the stack. Store the nested part as text."
+            f"TG-DATA-006: {name}: a column is nested deeper than {DEPTH} levels. It would exhaust the stack. "
+            "Store the nested part as text."
         )
     try:
         batch.validate(full=True)
     except pyarrow("pyarrow").ArrowInvalid as error:
-        raise FormatError(
-            f"TG-DATA-007: {name}: {error}. Its columns contradict themselves, and what they hold cannot be "
-            f"known. Write it again."
-        ) from None
+        raise FormatError(f"TG-DATA-007: {name}: {error}. Its columns are inconsistent. Write it again.") from None
 
 
 def _depth(kind: Any) -> int:
@@ -434,7 +428,7 @@ def pyarrow(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ArgumentError(
-            f"TG-DATA-008: {error}. Arrow tables and Parquet files need it. pip install 'tracegrad[arrow]'"
+            f"TG-DATA-008: {error}. Arrow tables and Parquet files require it. Run pip install 'tracegrad[arrow]'"
         ) from error
 
 
@@ -456,8 +450,9 @@ def batches_of(table: Any) -> Iterable[Any]:
     if not isinstance(table, pa.Table):
         if not hasattr(table, "__arrow_c_stream__"):
             raise ArgumentError(
-                f"TG-DATA-009: {type(table).__name__} is no Arrow table. Give a pyarrow.Table, a datasets.Dataset, or "
-                "what has __arrow_c_stream__."
+                f"TG-DATA-009: {type(table).__name__} is not an Arrow table. Pass a pyarrow.Table, a "
+                "datasets.Dataset, or "
+                "an object with __arrow_c_stream__."
             )
         table = pa.table(table)
     yield from table.to_batches(max_chunksize=ROWS)

@@ -29,13 +29,13 @@ class Message:
 
     Args:
         is_dictionary: whether it is a batch of a dictionary.
-        stored: bytes in the file.
-        held: estimated bytes in memory, with 8 bytes for each value.
+        file_bytes: bytes in the file.
+        memory_bytes: estimated bytes in memory, with 8 bytes for each value.
     """
 
     is_dictionary: bool
-    stored: int
-    held: int
+    file_bytes: int
+    memory_bytes: int
 
 
 def messages(path: str | os.PathLike[str]) -> Iterator[Message]:
@@ -71,7 +71,7 @@ def _batch_offsets(file: BinaryIO, size: int) -> list[int]:
     tail = file.read(10)
     length = int.from_bytes(tail[:4], "little")
     if tail[4:] != _MAGIC or length > size - 10:
-        raise ValueError("it has no footer, as if it were cut")
+        raise ValueError("it has no footer, so it may be truncated")
     if length > MOST_BYTES:
         raise ValueError(f"its footer has {length} bytes")
     file.seek(size - 10 - length)
@@ -111,7 +111,7 @@ def _message(file: BinaryIO, offset: int) -> tuple[Message | None, int] | None:
     rows = message.table(2)
     rows = rows and (rows.table(1) if kind == _DICTIONARY else rows)
     if rows is None:
-        raise ValueError(f"a message at byte {offset} holds no batch")
+        raise ValueError(f"a message at byte {offset} contains no batch")
     values = sum(length for length, _ in struct.iter_unpack("<2q", rows.items(1, 16)))
     memory_bytes = 8 * max(values, rows.number(0, "<q"))
     is_compressed = rows.table(3) is not None
@@ -192,7 +192,7 @@ class ParquetStream(RowStream):
     ) -> None:
         path = os.fspath(path)
         super().__init__(
-            parquet_batches(path, batch), path, format=format, on_error=on_error, most=max_record_bytes(path)
+            parquet_batches(path, batch), path, format=format, on_error=on_error, max_bytes=max_record_bytes(path)
         )
 
 
@@ -263,7 +263,7 @@ def saved_files(folder: str) -> list[str]:
         if state.get("_indices_data_files"):
             raise ValueError("rows are chosen by an index, as old versions of datasets saved them")
         if outside_names := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{outside_names[0]!r} stands elsewhere")
+            raise ValueError(f"{outside_names[0]!r} is outside the folder")
         files = [os.path.join(folder, name) for name in names]
         for file in files:
             refuse_special(Path(file))
@@ -292,9 +292,9 @@ def check_arrow(path: str) -> None:
     for number, message in enumerate(messages(path)):
         if message.is_dictionary:
             # All dictionaries are in memory at the same time.
-            stored, memory_bytes = stored + message.stored, memory_bytes + message.held
+            stored, memory_bytes = stored + message.file_bytes, memory_bytes + message.memory_bytes
         else:
-            _check_growth(f"batch {number}", message.stored, message.held)
+            _check_growth(f"batch {number}", message.file_bytes, message.memory_bytes)
         _check_growth("its dictionaries", stored, memory_bytes)
 
 
@@ -317,6 +317,6 @@ def _check_parquet(path: str, widths: Sequence[int] = ()) -> None:
     for number, group in enumerate(row_groups(path, pages=bool(widths))):
         if min(group.values, default=-1) < group.rows:
             raise ValueError(f"row group {number} claims {group.rows} rows, and a column has fewer values")
-        columns = zip(group.values, group.plain, widths or [0] * len(group.values), strict=True)
+        columns = zip(group.values, group.uncompressed_bytes, widths or [0] * len(group.values), strict=True)
         memory_bytes = sum(max(max(8, width) * values, plain) for values, plain, width in columns)
-        _check_growth(f"row group {number}", sum(group.stored), memory_bytes)
+        _check_growth(f"row group {number}", sum(group.file_bytes), memory_bytes)

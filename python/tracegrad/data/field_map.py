@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracegrad.config import FieldMap, nearest, split_names
+from tracegrad.config import FieldMap, join_list, nearest
 from tracegrad.data import chat, json_path
 from tracegrad.data.codes import LOGPROB_KINDS
 from tracegrad.data.sources import JsonOrRefusal
@@ -46,27 +46,27 @@ class Mapper:
     """Extracts the fields that a field map names from records.
 
     Args:
-        told: the field map.
-        seen: counts of the kinds of values, by field.
+        field_map: the field map.
+        kind_counts: counts of the kinds of values, by field.
         records: number of records.
         low, high: range of the rewards.
         names: names of the rewards, if a record has several.
-        words: number of each word that was used as a reward.
+        word_rewards: number of each word that was used as a reward.
         paths: paths of the first records, in order.
     """
 
-    told: FieldMap
-    seen: dict[str, Counter[str]] = field(default_factory=dict)
+    field_map: FieldMap
+    kind_counts: dict[str, Counter[str]] = field(default_factory=dict)
     records: int = 0
     low: float = math.inf
     high: float = -math.inf
     names: set[str] = field(default_factory=set)
-    words: dict[str, float] = field(default_factory=dict)
+    word_rewards: dict[str, float] = field(default_factory=dict)
     paths: dict[str, None] = field(default_factory=dict)
 
     def _paths(self) -> dict[str, str]:
         """Return the mapped paths within single records: all but the session, its order, and grouping by prompt."""
-        paths = {name: path for name, path in self.told.told().items() if name not in ("session", "order")}
+        paths = {name: path for name, path in self.field_map.paths().items() if name not in ("session", "order")}
         return {name: path for name, path in paths.items() if (name, path) != ("group", "prompt")}
 
     def header(self, record: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Mapper:
         for name, path in self._paths().items():
             if (value := chat.get_path(record, path)) is None:
                 continue
-            self.seen.setdefault(name, Counter())[json_path.describe_type(value)] += 1
+            self.kind_counts.setdefault(name, Counter())[json_path.describe_type(value)] += 1
             if name == "sampling":
                 fields = {**_sampling(value, path), **fields}
             else:
@@ -90,10 +90,10 @@ class Mapper:
 
     def _look(self, record: Any) -> None:
         """Store the paths of a record, and count the session key if it has one."""
-        session = self.told.session
-        if session not in ("", "prefix") and "session" not in self.seen:
+        session = self.field_map.session
+        if session not in ("", "prefix") and "session" not in self.kind_counts:
             value = chat.get_path(record, session)
-            self.seen |= {} if value is None else {"session": Counter({json_path.describe_type(value): 1})}
+            self.kind_counts |= {} if value is None else {"session": Counter({json_path.describe_type(value): 1})}
         if self.records > MOST_LOOKED or len(self.paths) >= MOST_PATHS:
             return
         self.paths |= dict.fromkeys(map(str, record)) if isinstance(record, Mapping) else {}
@@ -107,9 +107,9 @@ class Mapper:
         Raises:
             ArgumentError: if a path matched nothing; the message names the nearest existing path.
         """
-        paths = {**self._paths(), **({"session": self.told.session} if self.told.session != "prefix" else {})}
+        paths = {**self._paths(), **({"session": self.field_map.session} if self.field_map.session != "prefix" else {})}
         for name, path in paths.items():
-            if self.records and path and name not in self.seen and path not in self.paths:
+            if self.records and path and name not in self.kind_counts and path not in self.paths:
                 count = f"any of {self.records:,} records" if self.records > 1 else "the record"
                 raise ArgumentError(
                     f"TG-DATA-013: --map.{name} {path} matches nothing in {count}. "
@@ -141,7 +141,7 @@ class Mapper:
     def _word(self, value: Any, reward: float | None) -> None:
         """Store the number of a word."""
         if isinstance(value, str) and reward is not None and json_path.number(value) is None:
-            self.words[value[:40]] = reward
+            self.word_rewards[value[:40]] = reward
 
     def _bound(self, *rewards: float) -> None:
         self.low, self.high = min(self.low, *rewards, math.inf), max(self.high, *rewards, -math.inf)
@@ -150,17 +150,17 @@ class Mapper:
         """Return the values found at each path, as lines for a terminal."""
         lines = []
         for name, path in self._paths().items():
-            kinds = self.seen.get(name, Counter())
+            kinds = self.kind_counts.get(name, Counter())
             values = ", ".join(f"{kind} in {count:,}" for kind, count in kinds.most_common()) or "nothing"
             span = f", {self.low:g} to {self.high:g}" if name == "reward" and self.low <= self.high else ""
             names = f", named {', '.join(sorted(self.names)[:8])}" if name == "reward" and self.names else ""
-            words = ", ".join(f"{word!r} is {value:g}" for word, value in list(self.words.items())[:8])
+            words = ", ".join(f"{word!r} is {value:g}" for word, value in list(self.word_rewards.items())[:8])
             words = f", {words}" if name == "reward" and words else ""
             lines.append(f"map      {name} is {path}: {values} of {self.records:,} records{span}{names}{words}")
         return lines
 
 
-def describe_reward_choice(names: Sequence[str], told: str = "") -> list[str]:
+def describe_reward_choice(names: Sequence[str], selected: Sequence[str] = ()) -> list[str]:
     """Return a line that names the reward used for training, the reason, and the flag to use another one.
 
     Empty if there is only one reward, or none of them is the default.
@@ -168,14 +168,15 @@ def describe_reward_choice(names: Sequence[str], told: str = "") -> list[str]:
     >>> describe_reward_choice(["reward", "tone"])
     ['reward   trained on is "reward", the total of each record, not "tone": --data.reward tone chooses that']
     """
-    if len(names) < 2 or not (told or "reward" in names):
+    if len(names) < 2 or not (selected or "reward" in names):
         return []
-    chosen, reason = (told, "as --data.reward says") if told else ("reward", "the total of each record")
-    if not (others := [name for name in names if name not in (chosen, *split_names(chosen))]):
+    reason = "as --data.reward says" if selected else "the total of each record"
+    chosen = tuple(selected) or ("reward",)
+    if not (others := [name for name in names if name not in chosen]):
         return []
     other_names = ", ".join(f'"{name}"' for name in others[:8])
-    flag = shlex.join(["--data.reward", others[0]])
-    return [f'reward   trained on is "{chosen}", {reason}, not {other_names}: {flag} chooses that']
+    flag = shlex.join(["--data.reward", join_list(others[:1])])
+    return [f'reward   trained on is "{join_list(chosen)}", {reason}, not {other_names}: {flag} chooses that']
 
 
 def append_fields(raw: bytes, header: Mapping[str, Any]) -> bytes:
@@ -283,4 +284,4 @@ def _unfit(field: str, path: str, value: Any, accepted: str) -> BadValueError:
         f"{path} is {json_path.describe_type(value)}: {text}",
         "Name another field, or leave such records out",
     )
-    return BadValueError((problem, f"--map.{field} takes {accepted}", f"{fix}: --on-error skip"))
+    return BadValueError((problem, f"--map.{field} must name {accepted}", f"{fix}: --on-error skip"))

@@ -204,21 +204,21 @@ class Candidate:
     Args:
         field: field of `FieldMap`.
         path: suggested value of the field.
-        why: the evidence, in words.
+        evidence: the evidence, in words.
         rank: higher is better.
         order: for a session, the path that orders its calls.
         partial: whether some records lack the value, or are the only one of their group. Groups of one trace are then
             expected.
-        few: whether these are more than half of the records.
+        mostly_alone: whether these are more than half of the records.
     """
 
     field: str
     path: str
-    why: str
+    evidence: str
     rank: float
     order: str = ""
     partial: bool = False
-    few: bool = False
+    mostly_alone: bool = False
 
     def flags(self) -> list[str]:
         """Return the guess as command-line arguments."""
@@ -226,7 +226,7 @@ class Candidate:
 
     def line(self) -> str:
         """Return the guess as a line for a terminal, with the flags to use."""
-        return f"found    {self.why}: {shlex.join(self.flags())}"
+        return f"guess    {self.evidence}: {shlex.join(self.flags())}"
 
 
 @dataclass(frozen=True)
@@ -235,33 +235,33 @@ class Candidates:
 
     Args:
         records: number of records read.
-        found: the guesses.
+        guesses: the guesses.
         joined: number of calls that continue an earlier one, plus 1 if rewards in separate records share a key with
             calls.
         labels: lines about fields with non-numeric rewards, which a scoring function can convert.
     """
 
     records: int
-    found: tuple[Candidate, ...]
+    guesses: tuple[Candidate, ...]
     joined: int = 0
     labels: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[Candidate]:
         """Return the guesses for one field."""
-        return [each for each in self.found if each.field == name]
+        return [each for each in self.guesses if each.field == name]
 
     def flags(self, names: Sequence[str]) -> list[str]:
         """Return the best guess of each of these fields as command-line arguments."""
-        return [flag for each in self.taken(names) for flag in each.flags()]
+        return [flag for each in self.best(names) for flag in each.flags()]
 
-    def taken(self, names: Sequence[str]) -> list[Candidate]:
+    def best(self, names: Sequence[str]) -> list[Candidate]:
         """Return the best guess of each field.
 
         A session is included only if calls continue others, and a guess with `few` set is left out.
         """
         names = [*names, *(["temperature"] if "sampling" in names and not self.of("sampling") else [])]
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
-        return [each for each in best if not each.few]
+        return [each for each in best if not each.mostly_alone]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """Return the best `SHOWN` guesses of each field as lines for a terminal."""
@@ -274,24 +274,24 @@ class Candidates:
         return lines
 
 
-def infer(source: Any, told: FieldMap | None = None, wanted: Sequence[str] = FIELDS) -> Candidates:
+def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] = FIELDS) -> Candidates:
     """Guess fields from the first records of inputs. Standard input is left out, as it cannot be read twice.
 
     Args:
         source: as for `read`.
-        told: fields that are already set; they get no guesses.
-        wanted: fields of `FieldMap` to guess.
+        field_map: fields that are already set; they get no guesses.
+        names: fields of `FieldMap` to guess.
 
     >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> infer([{"messages": said, "meta": {"score": n / 4}} for n in range(4)]).lines(["reward"])
-    ['found    4 of 4 records have a number "meta.score" (0 to 0.75, mean 0.375, 4 values): --map.reward meta.score']
+    ['guess    4 of 4 records have a number "meta.score" (0 to 0.75, mean 0.375, 4 values): --map.reward meta.score']
     """
-    told = told or FieldMap()
-    wanted = [name for name in wanted if not getattr(told, name)]
+    field_map = field_map or FieldMap()
+    names = [name for name in names if not getattr(field_map, name)]
     columns: dict[str, _Column] = {}
     other_columns: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
-    calls = CallStatistics("group" in wanted, "session" in wanted or bool(told.session))
+    calls = CallStatistics("group" in names, "session" in names or bool(field_map.session))
     call_records = other_records = graded_records = 0
     for record, roots in _first(source):
         converted = _converted(record, roots)
@@ -299,14 +299,14 @@ def infer(source: Any, told: FieldMap | None = None, wanted: Sequence[str] = FIE
         if is_graded or (converted == [] and isinstance(record, dict)):
             other_records += 1
             graded_records += is_graded
-            _count(other_columns, record, 1, wanted)
+            _count(other_columns, record, 1, names)
             _link(linked, record)
         if not converted or is_graded:
             continue
         call_records += len(converted)
         calls.add(record, converted)
         for times, place, part in _parts(record, converted):
-            _count(columns, part, times, wanted, place)
+            _count(columns, part, times, names, place)
         if call_records >= RECORDS:
             break
     sessions = list(_sessions(columns, call_records, calls))
@@ -319,18 +319,18 @@ def infer(source: Any, told: FieldMap | None = None, wanted: Sequence[str] = FIE
     keys = sorted(
         (each for each in (*sessions, *other_rewards) if each.field == "session"), key=lambda each: -each.rank
     )
-    session_key = told.session or (keys[0].path if keys and joined else "")
+    session_key = field_map.session or (keys[0].path if keys and joined else "")
     candidates = [
         *_rewards(columns, call_records),
         *_groups(columns, call_records, calls, session_key),
         *sessions,
         *other_rewards,
     ]
-    candidates += _temperatures(columns, call_records) if "sampling" in wanted else []
-    fields = {*wanted, *(["temperature"] if "sampling" in wanted else [])}
+    candidates += _temperatures(columns, call_records) if "sampling" in names else []
+    fields = {*names, *(["temperature"] if "sampling" in names else [])}
     guesses = sorted((each for each in candidates if each.field in fields), key=lambda each: -each.rank)
     return Candidates(
-        call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in wanted else ()
+        call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in names else ()
     )
 
 
@@ -406,8 +406,8 @@ def _rewards_of_other_records(
         evidence = f'{columns[path].count:,} calls share "{path}" with records without a call'
         yield Candidate("session", path, evidence, 2.5, _order_of(columns))
     for each in rewards:
-        evidence = each.why.replace(" records have", " records without a call have")
-        yield replace(each, why=evidence, rank=each.rank / 10)
+        evidence = each.evidence.replace(" records have", " records without a call have")
+        yield replace(each, evidence=evidence, rank=each.rank / 10)
 
 
 def _may_be_wanted(path: str, wanted: Sequence[str]) -> bool:
@@ -525,7 +525,7 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
         key, *rest_of_path = path.split(".")
         access = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(rest_of_path)})" if rest_of_path else "")
         yield (
-            f'found    {column.count:,} of {count:,} records have words "{path}" ({counts}), which are no numbers: a '
+            f'guess    {column.count:,} of {count:,} records have words "{path}" ({counts}), which are no numbers: a '
             f"function of score has them as {access}"
         )
 
@@ -540,7 +540,12 @@ def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, sess
         evidence = f"{in_groups:,} {unit} begin with {prompt_description}"
         total = sum(prompts.values())
         yield Candidate(
-            "group", "prompt", evidence, 1.5 * in_groups / total, partial=in_groups < total, few=2 * in_groups < total
+            "group",
+            "prompt",
+            evidence,
+            1.5 * in_groups / total,
+            partial=in_groups < total,
+            mostly_alone=2 * in_groups < total,
         )
     for path, column in columns.items():
         distinct, last = len(column.values), path.rpartition(".")[2]
@@ -550,7 +555,12 @@ def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, sess
         evidence = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
         in_groups = sum(times for times in column.values.values() if times > 1)
         yield Candidate(
-            "group", path, evidence, 2 * column.count / count, partial=in_groups < count, few=2 * in_groups < count
+            "group",
+            path,
+            evidence,
+            2 * column.count / count,
+            partial=in_groups < count,
+            mostly_alone=2 * in_groups < count,
         )
 
 

@@ -27,8 +27,8 @@ class RowGroup:
 
     rows: int
     values: list[int]
-    stored: list[int]
-    plain: list[int]
+    file_bytes: list[int]
+    uncompressed_bytes: list[int]
 
 
 def row_groups(path: str | os.PathLike[str], *, pages: bool = False) -> Iterator[RowGroup]:
@@ -48,7 +48,7 @@ def row_groups(path: str | os.PathLike[str], *, pages: bool = False) -> Iterator
         tail = file.read(8)
         length = int.from_bytes(tail[:4], "little")
         if tail[4:] != b"PAR1" or length > size - 12:
-            raise ValueError("it has no footer, as if it were cut")
+            raise ValueError("it has no footer, so it may be truncated")
         if length > MOST_BYTES:
             raise ValueError(f"its footer has {length} bytes")
         file.seek(size - 8 - length)
@@ -92,7 +92,7 @@ def _header(file: BinaryIO, offset: int) -> tuple[dict[int, Any], int]:
             return _struct(header.value(_STRUCT, 0)), header.at
         except ValueError:
             if len(data) < read_bytes or read_bytes >= _MOST_HEADER_BYTES:
-                raise ValueError(f"no page begins at byte {offset}") from None
+                raise ValueError(f"byte {offset} is not the start of a page") from None
         read_bytes *= 8
 
 
@@ -125,7 +125,7 @@ class _Thrift:
 
     def value(self, kind: int, depth: int) -> Any:
         if depth > DEPTH:
-            raise ValueError("its footer is nested without end")
+            raise ValueError("its footer is nested too deeply")
         if kind == _STRUCT:
             return self._fields(depth)
         if kind in _LISTS:
@@ -139,7 +139,7 @@ class _Thrift:
         if 4 <= kind <= 6:
             number = self._varint()
             return (number >> 1) ^ -(number & 1)
-        raise ValueError("its footer holds a value of no known kind")
+        raise ValueError("its footer contains a value of unknown type")
 
     def _fields(self, depth: int) -> dict[int, Any]:
         fields: dict[int, Any] = {}
@@ -157,7 +157,7 @@ class _Thrift:
         if count == 15:
             count = self._varint()
         if count > len(self._data) - self.at:
-            raise ValueError("its footer lists more than it holds")
+            raise ValueError("its footer lists more values than it contains")
         return [self.value(kind, depth + 1) for _ in range(count)]
 
     def _byte(self) -> int:
@@ -178,4 +178,4 @@ class _Thrift:
             if byte < 128:
                 return number
             if shift > 63:
-                raise ValueError("its footer holds a number of more than 64 bits")
+                raise ValueError("its footer contains a number of more than 64 bits")

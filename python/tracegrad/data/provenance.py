@@ -91,11 +91,11 @@ def commit(folder: Path) -> str | None:
     return None
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(provenance: dict[str, Any]) -> list[str]:
     """Format a provenance as comment lines of a config."""
-    traces = [f"# traces {each['path']} sha256 {each['sha256']}" for each in found["traces"]]
-    model = f"# model {found['model']['path']} sha256 {found['model']['sha256']}"
-    return [*traces, model, f"# tracegrad {found['version']}, commit {found['commit']}"]
+    traces = [f"# traces {each['path']} sha256 {each['sha256']}" for each in provenance["traces"]]
+    model = f"# model {provenance['model']['path']} sha256 {provenance['model']['sha256']}"
+    return [*traces, model, f"# tracegrad {provenance['version']}, commit {provenance['commit']}"]
 
 
 def write_header(path: Path, made_of: dict[str, Any]) -> None:

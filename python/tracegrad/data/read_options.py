@@ -42,6 +42,6 @@ class Options:
             _validation.integer(self.limit, "limit", least=0)
 
     @property
-    def aside(self) -> str | None:
+    def quarantine_prefix(self) -> str | None:
         """The prefix of the quarantine as a string, None by default."""
         return None if self.quarantine is None else os.fspath(self.quarantine)

@@ -36,14 +36,14 @@ class Progress:
     """Progress of a read.
 
     Args:
-        taken, total: bytes consumed and bytes of all inputs. A total of 0 means unknown.
+        bytes_read, total_bytes: bytes consumed and bytes of all inputs. A total of 0 means unknown.
         records: number of records read so far.
         seconds: seconds since the start.
         done: whether the read is complete.
     """
 
-    taken: int
-    total: int
+    bytes_read: int
+    total_bytes: int
     records: int
     seconds: float
     done: bool = False
@@ -54,12 +54,16 @@ class Progress:
         >>> Progress(500_000_000, 1_000_000_000, 12_000, 10.0).line()
         'read     500.0 MB of 1.0 GB (50%), 12,000 records, 50.0 MB a second, 10 s left'
         """
-        rate = self.taken / self.seconds if self.seconds > 0 else 0.0
-        share = f" of {size(self.total)} ({min(self.taken / self.total, 1):.0%})" if self.total else ""
+        rate = self.bytes_read / self.seconds if self.seconds > 0 else 0.0
+        share = (
+            f" of {size(self.total_bytes)} ({min(self.bytes_read / self.total_bytes, 1):.0%})"
+            if self.total_bytes
+            else ""
+        )
         time_left = ""
-        if self.total and rate and not self.done:
-            time_left = f", {max(self.total - self.taken, 0) / rate:.0f} s left"
-        return f"read     {size(self.taken)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
+        if self.total_bytes and rate and not self.done:
+            time_left = f", {max(self.total_bytes - self.bytes_read, 0) / rate:.0f} s left"
+        return f"read     {size(self.bytes_read)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
 
 
 class ProgressBar:
@@ -115,21 +119,21 @@ class StreamCounts:
 
     Args:
         empty: number of empty files, which are left out.
-        bare: number of files without a record of a call.
+        files_without_calls: number of files without a record of a call.
         first_bare: error of the first of these files.
-        promptless: number of traces without a prompt, if traces are grouped by prompt.
+        traces_without_prompt: number of traces without a prompt, if traces are grouped by prompt.
         adapted: number of records that adapters converted, by adapter.
-        callless: number of these that contain no call, by adapter.
+        records_without_call: number of these that contain no call, by adapter.
         mapper: statistics of the field map: the fields of `Mapper` except `told`.
         sessions: lines about joined conversations.
     """
 
     empty: int = 0
-    bare: int = 0
+    files_without_calls: int = 0
     first_bare: str = ""
-    promptless: int = 0
+    traces_without_prompt: int = 0
     adapted: dict[str, int] = field(default_factory=dict)
-    callless: dict[str, int] = field(default_factory=dict)
+    records_without_call: dict[str, int] = field(default_factory=dict)
     mapper: dict[str, Any] = field(default_factory=dict)
     sessions: list[str] = field(default_factory=list)
 
@@ -137,51 +141,54 @@ class StreamCounts:
         """Return the counts as a JSON-serializable dict."""
         return asdict(self)
 
-    def check(self, told: FieldMap) -> None:
+    def check(self, field_map: FieldMap) -> None:
         """Check that every path of the field map matched a record.
 
         Raises:
             ArgumentError: if a path matched nothing; the message names the nearest existing path.
         """
-        _mapper(told, [self.mapper]).check()
+        _mapper(field_map, [self.mapper]).check()
 
-    def lines(self, told: FieldMap, report: ReadReport, blank: str) -> list[str]:
+    def lines(self, field_map: FieldMap, report: ReadReport, blank: str) -> list[str]:
         """Return the counts as lines for a terminal.
 
         Args:
-            told: the field map.
+            field_map: the field map.
             report: statistics of the read.
-            blank: the core's message for a file without records, which is cut off the first error.
+            blank: the core's message for a file without records, which is removed from the first error.
         """
         count = report.reasons.get("failed_call", 0)
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
         converted = formats.RecordConverter()
-        converted.counts, converted.empty = Counter(self.adapted), Counter(self.callless)
+        converted.counts, converted.empty = Counter(self.adapted), Counter(self.records_without_call)
         first_error = CODE.sub("", self.first_bare).partition(f": {blank}")[0]
-        promptless_line = f"map      group: {self.promptless:,} traces have no prompt and are alone"
+        promptless_line = f"map      group: {self.traces_without_prompt:,} traces have no prompt and are alone"
         return [
             *([f"         {self.empty:,} empty files are left out"] if self.empty else []),
             *(
-                [f"         {self.bare:,} files without a record of a call are left out, {first_error} first"]
-                if self.bare
+                [
+                    f"         {self.files_without_calls:,} files without a record of a call are left out, "
+                    f"{first_error} first"
+                ]
+                if self.files_without_calls
                 else []
             ),
             *converted.lines(),
             *([f"         {calls}"] if count else []),
-            *_mapper(told, [self.mapper]).lines(),
+            *_mapper(field_map, [self.mapper]).lines(),
             *self.sessions,
-            *([promptless_line] if self.promptless else []),
+            *([promptless_line] if self.traces_without_prompt else []),
         ]
 
 
 def mapper_counts(mapper: Mapper) -> dict[str, Any]:
     """Return the statistics of a mapper as a JSON-serializable dict."""
     return {
-        "seen": {name: dict(kinds) for name, kinds in mapper.seen.items()},
+        "seen": {name: dict(kinds) for name, kinds in mapper.kind_counts.items()},
         "records": mapper.records,
         "bounds": [mapper.low, mapper.high] if mapper.low <= mapper.high else [],
         "names": sorted(mapper.names),
-        "words": mapper.words,
+        "words": mapper.word_rewards,
         "paths": list(mapper.paths),
     }
 
@@ -191,12 +198,12 @@ def _mapper(field_map: FieldMap, statistics: Sequence[dict[str, Any]]) -> Mapper
     merged = Mapper(field_map)
     for counts in statistics:
         for name, kinds in counts.get("seen", {}).items():
-            merged.seen.setdefault(name, Counter()).update(kinds)
+            merged.kind_counts.setdefault(name, Counter()).update(kinds)
         merged.records += counts.get("records", 0)
         for bound in counts.get("bounds", ()):
             merged.low, merged.high = min(merged.low, bound), max(merged.high, bound)
         merged.names.update(counts.get("names", ()))
-        merged.words = {**merged.words, **counts.get("words", {})}
+        merged.word_rewards = {**merged.word_rewards, **counts.get("words", {})}
         merged.paths |= dict.fromkeys(counts.get("paths", ()))
     return merged
 
@@ -205,11 +212,14 @@ def add_tallies(tallies: Sequence[StreamCounts], told: FieldMap) -> StreamCounts
     """Add the counts of several streams, in their order."""
     total = StreamCounts(mapper=mapper_counts(_mapper(told, [tally.mapper for tally in tallies])))
     for tally in tallies:
-        total.empty, total.bare = total.empty + tally.empty, total.bare + tally.bare
-        total.promptless += tally.promptless
+        total.empty, total.files_without_calls = (
+            total.empty + tally.empty,
+            total.files_without_calls + tally.files_without_calls,
+        )
+        total.traces_without_prompt += tally.traces_without_prompt
         total.first_bare = total.first_bare or tally.first_bare
         total.adapted = _added_counts(total.adapted, tally.adapted)
-        total.callless = _added_counts(total.callless, tally.callless)
+        total.records_without_call = _added_counts(total.records_without_call, tally.records_without_call)
         total.sessions += tally.sessions
     return total
 
@@ -281,8 +291,7 @@ def stream(
     field_map = FieldMap(**map) if isinstance(map, Mapping) else map or FieldMap()
     if field_map.session and format != "auto":
         raise ArgumentError(
-            f"TG-DATA-025: format is {format!r} and sessions are joined. What is joined is a call log. Leave "
-            f"format out."
+            f"TG-DATA-025: format is {format!r}, but only call logs have sessions to join. Leave format out."
         )
     return InputStream(source, field_map, options, progress)
 
@@ -296,21 +305,21 @@ class InputStream(Iterator[Traces]):
     def __init__(
         self,
         source: Any,
-        told: FieldMap,
+        field_map: FieldMap,
         options: Options,
         progress: Callable[[Progress], None] | None = None,
         *,
         is_part: bool = False,
     ) -> None:
         self._is_part = is_part
-        self._field_map, self._options, self._progress = told, options, progress
+        self._field_map, self._options, self._progress = field_map, options, progress
         self._finished = ReadReport()
         self._taken = 0
         self._stopped = False
         self._start = time.monotonic()
         self._empty_files = self._promptless = 0
         self._bare_errors: list[ReadError] = []
-        self._mapper = Mapper(told)
+        self._mapper = Mapper(field_map)
         self._adapted = formats.RecordConverter()
         self._sessions: Sessions | None = None
         self._retry: RetryWithAdapters | None = None
@@ -327,8 +336,8 @@ class InputStream(Iterator[Traces]):
     def __next__(self) -> Traces:
         if self._stopped:
             raise ArgumentError(
-                "TG-DATA-026: the stream was stopped while it was read. Traces that it had read are gone, and the "
-                "next ones would follow as if there were none. Open it again."
+                "TG-DATA-026: the stream was interrupted during a read, and the traces of that read are lost. "
+                "Open it again."
             )
         try:
             for traces in self._traces:
@@ -359,11 +368,11 @@ class InputStream(Iterator[Traces]):
         """Return the counts of mapped, joined and converted records."""
         return StreamCounts(
             empty=self._empty_files,
-            bare=len(self._bare_errors),
+            files_without_calls=len(self._bare_errors),
             first_bare=str(self._bare_errors[0]) if self._bare_errors else "",
-            promptless=self._promptless,
+            traces_without_prompt=self._promptless,
             adapted=dict(self._adapted.counts),
-            callless=dict(self._adapted.empty),
+            records_without_call=dict(self._adapted.empty),
             mapper=mapper_counts(self._mapper),
             sessions=self._sessions.lines() if self._sessions else [],
         )
@@ -379,7 +388,7 @@ class InputStream(Iterator[Traces]):
                 if BLANK not in str(error):
                     raise
                 self._bare_errors.append(error)
-            self._taken += self._source.taken
+            self._taken += self._source.bytes_read
             self._finished = self.read_report
             self._source = self._retry = None
             if self._options.limit is not None and self._finished.traces >= self._options.limit:
@@ -396,7 +405,7 @@ class InputStream(Iterator[Traces]):
     def _read_source(self, source: Source, number: int) -> Iterator[Traces]:
         head = source.head()
         adapts = self._options.format == "auto" and formats.needs_adapter(head, source.name)
-        if not self._field_map.told() and not adapts:
+        if not self._field_map.paths() and not adapts:
             yield from self._directly_read(source, number)
             return
         gather = formats.ChunkJoiner()
@@ -404,7 +413,7 @@ class InputStream(Iterator[Traces]):
         for chunk in source.records():
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
-        yield from self._decoded(source, (row for record in gather.rest() for row in self._mapped(number, *record)))
+        yield from self._decoded(source, (row for record in gather.flush() for row in self._mapped(number, *record)))
         if self._sessions is None:
             source.finish()
 
@@ -415,7 +424,9 @@ class InputStream(Iterator[Traces]):
         """
         previous_unused, remaining, adapts = 0, self._options.limit, self._options.format == "auto"
         remaining = None if remaining is None else remaining - self._finished.traces
-        for traces in source.plain(lambda line, raw: self._adapted.rows(source.name, line, raw) if adapts else None):
+        for traces in source.decode_directly(
+            lambda line, raw: self._adapted.rows(source.name, line, raw) if adapts else None
+        ):
             unused_choices = source.report.unused_choices
             suspects = [*range(len(traces))] if unused_choices > previous_unused else traces.core.open(formats.ANSWERS)
             previous_unused = unused_choices
@@ -443,7 +454,7 @@ class InputStream(Iterator[Traces]):
         """Return the rows to decode for one record of the file, or its refusal if an adapter cannot convert it."""
         record = parse_record(raw)
         if formats.is_chunk(record):
-            return [row for merged in gather.take(line, raw, record) for row in self._mapped(number, *merged)]
+            return [row for merged in gather.add(line, raw, record) for row in self._mapped(number, *merged)]
         try:
             converted = self._adapted.adapt(record, len(raw), name, line)
         except BadValueError as unfit:
@@ -489,7 +500,7 @@ class InputStream(Iterator[Traces]):
                 return [(line, origin, append_fields(raw, header))]
             if self._sessions is None:
                 self._sessions = Sessions(self._field_map, [place.path for place in self._places])
-            self._sessions.take(number, line, raw, merged, header, silent=silent)
+            self._sessions.add(number, line, raw, merged, header, silent=silent)
         except BadValueError as unfit:
             return [(line, origin, unfit.args[0])]
         return []
@@ -498,7 +509,7 @@ class InputStream(Iterator[Traces]):
         """Yield the joined conversations, each with the file and line of its first call."""
         decoders: dict[int, Any] = {}
         count = 0
-        for place, row in sessions.joined():
+        for place, row in sessions.join():
             if place not in decoders:
                 decoders[place] = self._decoder(place, "-joined")
             core = decoders[place].decode([row])
@@ -549,7 +560,7 @@ class InputStream(Iterator[Traces]):
     def _check_quarantine(self) -> None:
         """Raise if a quarantine file is one of the inputs."""
         if self._options.on_error == "quarantine":
-            prefix = self._options.aside
+            prefix = self._options.quarantine_prefix
             names = (
                 f"{prefix}-{number}" if prefix and number else prefix or place.path
                 for number, place in enumerate(self._places)
@@ -561,7 +572,7 @@ class InputStream(Iterator[Traces]):
         """Return the quarantine prefix of a place, None without quarantine."""
         if self._options.on_error != "quarantine":
             return None
-        if (prefix := self._options.aside) is not None:
+        if (prefix := self._options.quarantine_prefix) is not None:
             return (f"{prefix}-{number}" if number else prefix) + end
         place = self._places[number] if self._places else None
         if place is None or place.kind != "file":
@@ -571,7 +582,7 @@ class InputStream(Iterator[Traces]):
 
     def _report_progress(self, done: bool = False) -> None:
         if self._progress is not None:
-            taken = self._taken + (self._source.taken if self._source else 0)
+            taken = self._taken + (self._source.bytes_read if self._source else 0)
             seconds = time.monotonic() - self._start
             self._progress(Progress(taken, self._total, self.read_report.records, seconds, done))
 

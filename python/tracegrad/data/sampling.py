@@ -130,13 +130,13 @@ def model_defaults(folder: Path) -> dict[str, Any]:
     }
 
 
-def fields_in_error(words: str, names: Iterable[str]) -> tuple[str, ...]:
+def fields_in_error(message: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the names that occur in the error message with which a server refused a request.
 
     >>> fields_in_error("Unrecognized request argument supplied: top_k", ["top_k", "min_p"])
     ('top_k',)
     """
-    return tuple(name for name in names if re.search(rf"\b{re.escape(name)}\b", words))
+    return tuple(name for name in names if re.search(rf"\b{re.escape(name)}\b", message))
 
 
 def multiple_answers(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,23 +162,20 @@ def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str 
     """
     if bad := multiple_answers(request):
         return (
-            f"the request sets {format_options(bad)}. A trajectory has one sampled answer to each call; the "
-            f"others would be "
-            "lost, or come without the ids that were sampled. Leave it out, and call once for each answer."
+            f"the request sets {format_options(bad)}. A trajectory has one sampled answer per call; "
+            "other answers would be lost, or have no sampled ids. Leave it out, and send one request per answer."
         )
     if logprob_kind is None or not (bad := mismatch(request, logprob_kind)):
         return None
     if list(bad) == ["temperature"] and logprob_kind != "processed":
         return (
             f"the request sets {format_options(bad)}, and the servers' logprobs are {logprob_kind}: of "
-            f"temperature 1. The "
-            "ratio of the policy to what was sampled would be wrong. Start the servers with --logprobs-mode "
+            "temperature 1. The importance ratio would be wrong. Start the servers with --logprobs-mode "
             "processed_logprobs, or sample at temperature 1."
         )
     return (
-        f"the request sets {format_options(bad)}. The trainer computes the whole distribution at the request's "
-        f"temperature, "
-        "and the ratio to tokens that were drawn from another one would be wrong. Leave it out."
+        f"the request sets {format_options(bad)}. The trainer computes the full distribution at the request's "
+        "temperature, and the ratio to tokens sampled from another one would be wrong. Leave it out."
     )
 
 

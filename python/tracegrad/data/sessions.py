@@ -33,8 +33,8 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     A list of messages that ends with an assistant message is one call, whose answer is that message. Earlier assistant
     messages are part of its prompt.
 
-    >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "token_ids": [19]}]
-    >>> calls_of({"messages": said})[0]["response"]["choices"][0]["token_ids"]
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "token_ids": [19]}]
+    >>> calls_of({"messages": messages})[0]["response"]["choices"][0]["token_ids"]
     [19]
     """
     if not isinstance(record, Mapping):
@@ -168,14 +168,14 @@ _SHARED_FIELDS = ("group", "id", "model", "tools", "template_kwargs", "chat_temp
 _REWARD_FIELDS = ("reward", "rewards")
 _CALL_FIELDS = (*chat.SAMPLING, "logprob_kind", "policy_version", "sampling_defaults")
 _NO_CALL = (
-    "Only single calls can be joined: request with response, or messages that end with the answer",
+    "Only single calls can be joined: a request with its response, or messages that end with the answer",
     "Leave --map.session out, or write each call as {request, response}",
 )
 
 _TOO_LONG = (
-    f"what its calls go on by previous_response_id is more than {MOST_BYTES:,} bytes in all",
-    "So much of one conversation is not held in memory",
-    "Write one record for each call, with its whole input",
+    f"the items that its calls continue by previous_response_id have more than {MOST_BYTES:,} bytes",
+    "This is the memory limit of one conversation",
+    "Write one record for each call, with its complete input",
 )
 
 
@@ -207,23 +207,23 @@ class Sessions:
     """Collects records with `take`, then yields sessions with `joined`, in the order of their first records.
 
     Args:
-        told: the field map, with `session` and `order`.
+        field_map: the field map, with `session` and `order`.
         files: the name of each place. If the names differ only in numbers and the field map has no `order`, the calls
             of one conversation are sorted by these numbers.
         records: number of records taken.
         sessions: number of sessions yielded.
-        unlike: number of sessions whose rewards differ.
-        silent: number of records without a call, which only add values such as a reward to their session.
-        apart: number of calls of another model or other tools, which were split off their session.
+        differing_rewards: number of sessions whose rewards differ.
+        records_without_call: number of records without a call, which only add values such as a reward to their session.
+        split_off: number of calls of another model or other tools, which were split off their session.
     """
 
-    told: FieldMap
+    field_map: FieldMap
     files: Sequence[str] = ()
     records: int = 0
     sessions: int = 0
-    unlike: int = 0
-    silent: int = 0
-    apart: int = 0
+    differing_rewards: int = 0
+    records_without_call: int = 0
+    split_off: int = 0
     _keyed: dict[tuple[str, int], list[_Entry]] = field(default_factory=dict)
     _free: list[_Entry] = field(default_factory=list)
     _size: int = 0
@@ -233,7 +233,7 @@ class Sessions:
     def __post_init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="tracegrad-sessions-")  # noqa: SIM115
 
-    def take(
+    def add(
         self, place: int, line: Line, raw: bytes, record: Any, header: Mapping[str, Any], *, silent: bool = False
     ) -> None:
         """Add one record.
@@ -249,17 +249,17 @@ class Sessions:
         Raises:
             Unfit: if a value of `order` or `session` has the wrong type.
         """
-        by_prefix = self.told.session == "prefix"
-        key = None if by_prefix else _key(record, self.told.session)
+        by_prefix = self.field_map.session == "prefix"
+        key = None if by_prefix else _key(record, self.field_map.session)
         if silent:
             if key is not None:
                 values = {**chat.pick(record, _REWARD_FIELDS), **header}
                 self._keyed.setdefault((key, 0), []).append(
                     _Entry(place, line, self._size, 0, 0.0, values, silent=True)
                 )
-                self.silent += 1
+                self.records_without_call += 1
             return
-        order = _order(record, self.told.order) if self.told.order else 0.0
+        order = _order(record, self.field_map.order) if self.field_map.order else 0.0
         before, end = (), None
         if by_prefix and (calls := calls_of(record)):
             hashes, end = prefix_hashes(calls[-1])
@@ -274,9 +274,9 @@ class Sessions:
         self.records += 1
         (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
 
-    def joined(self) -> Iterator[Joined]:
+    def join(self) -> Iterator[Joined]:
         """Yield every session as one record."""
-        if self.told.session == "prefix":
+        if self.field_map.session == "prefix":
             sessions: list[tuple[str | None, list[_Entry]]] = [(None, group) for group in self._chains()]
         else:
             keyed = ((f"{key}-{choice}" if choice else key, group) for (key, choice), group in self._keyed.items())
@@ -349,7 +349,7 @@ class Sessions:
             return
         if side_calls and not any(_rewards(part) for part in calls):
             side_headers = [*(_rewards(part) for group in side_calls for part in group), *side_headers]
-        unlike = self.unlike
+        unlike = self.differing_rewards
         try:
             joined = self._join(key, calls, side_headers)
         except OverflowError:
@@ -363,11 +363,11 @@ class Sessions:
             )
             if not readable:
                 return
-            self.unlike = unlike
+            self.differing_rewards = unlike
             joined = self._join(key, readable, side_headers)
         yield joined
         for number, parts in enumerate(side_calls, 2):
-            self.apart += len(parts)
+            self.split_off += len(parts)
             yield self._join(f"{key}#{number}", parts, [], rewarded=False)
 
     def _join(
@@ -390,10 +390,10 @@ class Sessions:
             if "id" in entry.header:
                 shared["id"] = shared["id"] if key is None else entry.header["id"]
             rewards = chat.pick(fields, _REWARD_FIELDS) if rewarded else {}
-            self.unlike += bool(last_rewards and rewards and rewards != last_rewards)
+            self.differing_rewards += bool(last_rewards and rewards and rewards != last_rewards)
             last_rewards = rewards or last_rewards
         for each in side_headers:
-            self.unlike += bool(
+            self.differing_rewards += bool(
                 last_rewards
                 and each.keys() & last_rewards.keys()
                 and {**last_rewards, **each} != {**each, **last_rewards}
@@ -408,19 +408,23 @@ class Sessions:
 
     def lines(self) -> list[str]:
         """Return the counts as lines for a terminal."""
-        relation = "go on one another" if self.told.session == "prefix" else f"share {self.told.session}"
+        relation = "go on one another" if self.field_map.session == "prefix" else f"share {self.field_map.session}"
         lines = [
             f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {relation}"
         ]
-        if self.silent:
-            lines.append(f"         {self.silent:,} records without a call say what they say of their conversations")
-        if self.apart:
+        if self.records_without_call:
             lines.append(
-                f"         {self.apart:,} calls of another model, or with other tools, that begin otherwise than their "
+                f"         {self.records_without_call:,} records without a call say what they say of their "
+                "conversations"
+            )
+        if self.split_off:
+            lines.append(
+                f"         {self.split_off:,} calls of another model, or with other tools, that begin otherwise than "
+                "their "
                 "conversation stand apart, without a reward"
             )
-        if self.unlike:
-            lines.append(f"         {self.unlike:,} rewards of one conversation differ: its last one counts")
+        if self.differing_rewards:
+            lines.append(f"         {self.differing_rewards:,} rewards of one conversation differ: its last one counts")
         return lines
 
 
@@ -493,8 +497,8 @@ def _key(record: Any, path: str) -> str | None:
     raise BadValueError(
         (
             f"{path} is {json_path.describe_type(value)}",
-            "--map.session takes a text or a number, which all calls of one conversation share",
-            "Name another field, or prefix: calls are joined that go on one another",
+            "--map.session must name a text or a number that all calls of one conversation share",
+            "Name another field, or use prefix, which joins calls that continue one another",
         )
     )
 
@@ -508,7 +512,7 @@ def _order(record: Any, path: str) -> float:
         raise BadValueError(
             (
                 f"{path} is {json_path.describe_type(value)}",
-                "--map.order takes a number or a time such as 2026-01-31T12:00:00Z",
+                "--map.order must name a number or a time such as 2026-01-31T12:00:00Z",
                 "Name another field, or leave it out: calls are then in the order of the file",
             )
         )

@@ -59,8 +59,8 @@ def refuse_unsupported_suffix(path: str) -> None:
     kind, reader = format_info
     line = _CONVERSION.format(reader, path, f"{os.path.splitext(path)[0]}.jsonl")
     raise ReadError(
-        f"TG-DATA-028: {path}: it is {kind}. Rows of text hold no messages and no lists of logprobs, so they are not "
-        f"read. Convert it, and look at what came of it: python -c {line!r}"
+        f"TG-DATA-028: {path}: it is {kind}, which cannot store messages or lists of logprobs. "
+        f"Convert it, and check the result: python -c {line!r}"
     )
 
 
@@ -84,16 +84,14 @@ def list_address(address: str) -> list[tuple[str, int]]:
             below = files.find(path, detail=True)
             if f"{path.rstrip('/')}/manifest.json" in below:
                 raise ArgumentError(
-                    f"TG-DATA-029: {address} holds prepared shards. They are aligned already. Give that address to "
-                    "train alone, or those of the traces."
+                    f"TG-DATA-029: {address} contains prepared shards, which are aligned already. Pass this address "
+                    "only to train, or pass the addresses of the traces."
                 )
             file_info = {name: info for name, info in below.items() if suffix(name) in SUFFIXES}
         else:
             file_info = {path: files.info(path)}
     if not file_info:
-        raise ReadError(
-            f"TG-DATA-030: {address}: nothing there has such a name. There are no traces to read. Check the address."
-        )
+        raise ReadError(f"TG-DATA-030: {address}: no file matches this address. Check the address.")
     for name in file_info:
         refuse_unsupported_suffix(name)
     return [
@@ -191,7 +189,7 @@ class Piece(Pipe):
             yield b"\n" * min(BLOCK, self.breaks - done)
         while self._left:
             if not (block := self._file.read(min(BLOCK, self._left))):
-                raise OSError("the file has become shorter while it was read")
+                raise OSError("the file was truncated while it was read")
             self._left -= len(block)
             yield block
 
@@ -248,13 +246,11 @@ def expand(paths: Sequence[str | os.PathLike[str]]) -> list[Place]:
     """
     names = [os.fspath(path) for path in paths]
     if "-" in names and len(names) > 1:
-        raise ArgumentError(
-            "TG-DATA-032: standard input is named beside other inputs. Its end is not known. Read it alone."
-        )
+        raise ArgumentError("TG-DATA-032: standard input cannot be combined with other inputs. Read it separately.")
     places = [place for name in names for place in _places_of(name)]
     if len(places) > MOST_PLACES:
         raise ArgumentError(
-            f"TG-DATA-033: {len(places):,} files are named. At most {MOST_PLACES:,} are read. Name fewer."
+            f"TG-DATA-033: the inputs contain {len(places):,} files. The maximum is {MOST_PLACES:,}. Pass fewer."
         )
     return _numbered(places)
 
@@ -297,7 +293,7 @@ def resolve(source: Any) -> tuple[list[Place], Any]:
     if isinstance(source, Sequence) and source and all(isinstance(item, (str, os.PathLike)) for item in source):
         return expand(source), None
     if isinstance(source, Sequence) and not source and not hasattr(source, "features"):
-        raise ReadError("TG-DATA-034: no input is named. There are no traces to read. Name a file.")
+        raise ReadError("TG-DATA-034: no input is given. Pass at least one file.")
     return [], source
 
 
@@ -321,9 +317,7 @@ def _places_of(name: str) -> list[Place]:
         ]
         if places:
             return places
-        raise ReadError(
-            f"TG-DATA-035: {name}: no file has such a name. There are no traces to read. Check the pattern."
-        )
+        raise ReadError(f"TG-DATA-035: {name}: no file matches this pattern. Check the pattern.")
     return [Place("file", name)]  # The reader reports that the file does not exist.
 
 
@@ -332,8 +326,8 @@ def _folder(folder: Path) -> list[Place]:
         return [Place("saved", str(folder))]
     if (folder / "manifest.json").is_file():
         raise ArgumentError(
-            f"TG-DATA-036: {folder} holds prepared shards. They are aligned already. Give that folder to train alone, "
-            "or the files of traces."
+            f"TG-DATA-036: {folder} contains prepared shards, which are aligned already. Pass this folder "
+            "only to train, or pass the files of traces."
         )
     paths, others = [], set()
     for root, folders, files in os.walk(folder):
@@ -361,8 +355,8 @@ def _place_in_folder(path: str) -> Place:
         refuse_special(path)
     except OSError as error:
         raise ReadError(
-            f"TG-DATA-038: {path}: {error.strerror}. Of folders and patterns files alone are read. Remove it, "
-            f"or name the files."
+            f"TG-DATA-038: {path}: {error.strerror}. In folders and patterns, only regular files are read. Remove it, "
+            f"or pass the files themselves."
         ) from error
     return _file(path)
 
@@ -411,7 +405,13 @@ class FileSource:
         self.name, self._batch, self._limit = place.name, options.batch, options.limit
         self._place, self._pipe = place, _pipe(place)
         path, name = (self._pipe.path, self.name) if self._pipe else (place.path, None)
-        settings = (options.on_error, options.aside, options.limit, options.max_record_bytes, options.chunk_bytes)
+        settings = (
+            options.on_error,
+            options.quarantine_prefix,
+            options.limit,
+            options.max_record_bytes,
+            options.chunk_bytes,
+        )
         self._options = options
         self._reader = _core.TraceReader(path, *settings, options.format, name)
         if self._pipe:
@@ -431,12 +431,12 @@ class FileSource:
             self._first = self._reader.cut(16 if self._patient else 1, 1 << 16)
         return [text for _, text in self._first]
 
-    def plain(self, known: ConvertRefused) -> Iterator[Traces]:
-        """Yield traces decoded by the core. `known` converts the records that the core refuses."""
+    def decode_directly(self, convert: ConvertRefused) -> Iterator[Traces]:
+        """Yield traces decoded by the core. `convert` converts the records that the core refuses."""
         try:
             if self._first:
                 self._reader.put_back(self._first)
-            while len(core := self._batch_of(known)):
+            while len(core := self._batch_of(convert)):
                 yield Traces(core)
         except FormatError:
             self._end()  # An address that broke off leaves a truncated record: then raise that error instead.
@@ -478,7 +478,7 @@ class FileSource:
         return ReadReport(**self._reader.report())
 
     @property
-    def taken(self) -> int:
+    def bytes_read(self) -> int:
         """Bytes consumed so far."""
         before = self._pipe.breaks if isinstance(self._pipe, Piece) else 0
         return max(self._reader.taken() - before, 0)
@@ -506,9 +506,11 @@ class RowSource:
         """Return the first record, without consuming it."""
         return self._rows.head()
 
-    def plain(self, known: ConvertRefused) -> Iterator[Traces]:
-        """Yield traces decoded from the rows. `known` converts the rows that the core refuses."""
-        self._rows.known = lambda line, raw: None if (rows := known(line, raw)) is None else self._decoded(rows)
+    def decode_directly(self, convert: ConvertRefused) -> Iterator[Traces]:
+        """Yield traces decoded from the rows. `convert` converts the rows that the core refuses."""
+        self._rows.convert_refused = lambda line, raw: (
+            None if (rows := convert(line, raw)) is None else self._decoded(rows)
+        )
         for traces in self._rows:
             yield self._within(traces)
             if self._limit == 0:
@@ -549,7 +551,7 @@ class RowSource:
         return self._rows.read_report
 
     @property
-    def taken(self) -> int:
+    def bytes_read(self) -> int:
         """Bytes consumed so far: 0 before the first row, then the size of the file."""
         return self._size if self._rows.read_report.records else 0
 
@@ -565,7 +567,7 @@ def open_decoder(empty: str, name: str, options: Options) -> _core.TraceReader:
         name: name of the input, for errors.
         options: reader options.
     """
-    settings = (options.on_error, options.aside, None, options.max_record_bytes, options.chunk_bytes)
+    settings = (options.on_error, options.quarantine_prefix, None, options.max_record_bytes, options.chunk_bytes)
     return _core.TraceReader(empty, *settings, options.format, name)
 
 
@@ -624,28 +626,30 @@ def _rows_of(place: Place, options: Options) -> arrow.RowStream:
         return arrow_files.ParquetStream(place.path, batch=options.batch, **settings)
     if place.kind == "arrow":
         max_bytes = arrow_files.max_record_bytes(place.path)
-        return arrow.RowStream(arrow_files.arrow_batches(place.path), place.path, most=max_bytes, **settings)
+        return arrow.RowStream(arrow_files.arrow_batches(place.path), place.path, max_bytes=max_bytes, **settings)
     if place.kind == "saved":
         files = arrow_files.saved_files(place.path)
         max_bytes = sum(map(arrow_files.max_record_bytes, files))
         batches = itertools.chain.from_iterable(map(arrow_files.arrow_batches, files))
-        return arrow.RowStream(batches, place.path, most=max_bytes, **settings)
+        return arrow.RowStream(batches, place.path, max_bytes=max_bytes, **settings)
     return JsonRows(eval_log.samples(place.path), place.path, **settings)
 
 
-def open_object(given: Any, options: Options) -> Source:
+def open_object(records: Any, options: Options) -> Source:
     """Return the source of a Python object: a table, a dataset, or records."""
     settings: dict[str, Any] = {"format": options.format, "on_error": options.on_error}
-    if isinstance(given, Mapping) and not hasattr(given, "features"):
-        given = [given]
-    is_table = hasattr(given, "__arrow_c_stream__") or (hasattr(given, "with_format") and hasattr(given, "features"))
-    if is_table or type(given).__name__ in ("Table", "RecordBatch"):
-        rows = arrow.RowStream(arrow.batches_of(given), "<table>", **settings)
-    elif isinstance(given, Iterable):
-        rows = JsonRows(given, "<records>", **settings)
+    if isinstance(records, Mapping) and not hasattr(records, "features"):
+        records = [records]
+    is_table = hasattr(records, "__arrow_c_stream__") or (
+        hasattr(records, "with_format") and hasattr(records, "features")
+    )
+    if is_table or type(records).__name__ in ("Table", "RecordBatch"):
+        rows = arrow.RowStream(arrow.batches_of(records), "<table>", **settings)
+    elif isinstance(records, Iterable):
+        rows = JsonRows(records, "<records>", **settings)
     else:
         raise ArgumentError(
-            f"TG-DATA-039: {type(given).__name__} holds no traces. Nothing can be read from it. Give a path, several, "
+            f"TG-DATA-039: {type(records).__name__} is not a source of traces. Pass a path, several paths, "
             "a table, a dataset, or records as dicts."
         )
     return RowSource(rows, rows._path, 0, options)

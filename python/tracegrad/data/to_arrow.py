@@ -28,7 +28,7 @@ def arrow() -> Any:
         import pyarrow
     except ImportError as error:
         raise ArgumentError(
-            "TG-DATA-040: pyarrow is not installed. Without it there are no tables. pip install 'tracegrad[arrow]'"
+            "TG-DATA-040: pyarrow is not installed. Tables require it. Run pip install 'tracegrad[arrow]'"
         ) from error
     return pyarrow
 
@@ -57,7 +57,7 @@ def by_trace(sequences: Any) -> dict[str, Any]:
     def total(values: Array, of: Array) -> Array:
         return np.bincount(of, values, minlength=data.traces).astype(np.int64)
 
-    findings = data.drift.trace[data.drift.trace >= 0]
+    findings = data.alignment_report.trace[data.alignment_report.trace >= 0]
     return {
         "trace": names,
         "group": dictionary_column(data.group, groups),

@@ -528,7 +528,8 @@ class Traces(Sequence[Trace]):
         """Concatenate several `Traces`."""
         _validation.check_rows(parts, "parts", (Traces,))
         cores = [
-            _validation.instance(part, "a part", Traces, "Pass Traces[:] of what read() gave.").core for part in parts
+            _validation.instance(part, "a part", Traces, "Pass Traces[:] of the result of read().").core
+            for part in parts
         ]
         return cls(_core.Traces.concatenate(cores))
 
@@ -538,7 +539,7 @@ class Traces(Sequence[Trace]):
         return self.core.reward_column()
 
     @property
-    def pictures(self) -> Images:
+    def images(self) -> Images:
         """The distinct images of the records, in order of appearance, not decoded."""
         return Images.of_records(self.core)
 
@@ -654,12 +655,12 @@ def to_json(record: Any, number: int) -> bytes:
         text = json.dumps(record, ensure_ascii=False, default=_plain)
     except RecursionError:
         raise FormatError(
-            f"TG-DATA-041: <records>:{number}: JSON nested deeper than 128 levels. A record so deep is not a trace and "
-            "would exhaust the stack. Flatten it, or store the nested part as a string."
+            f"TG-DATA-041: <records>:{number}: JSON nested deeper than 128 levels. It would exhaust "
+            "the stack. Flatten it, or store the nested part as a string."
         ) from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise FormatError(
-            f"TG-DATA-042: <records>:{number}: not JSON: {error}. A record is kept as JSON. "
+            f"TG-DATA-042: <records>:{number}: not JSON: {error}. Records are stored as JSON. "
             "Convert it to dicts, lists, strings and numbers."
         ) from None
     try:

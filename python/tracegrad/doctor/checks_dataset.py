@@ -18,25 +18,28 @@ LOCATED = re.compile(
 
 
 @check(
-    "logprobs of exactly 0 that no model gave",
+    "logprobs of exactly 0 that no model returns",
     "tokens",
     wrong=0.0,
-    hurts="A logprob of 0 says that no other token could be drawn: the ratio of such a token is the policy's own "
-    "probability, and falls with every update.",
-    cure="Record the logprobs that the server gave: null where it gave none, and none for a token that it did not "
-    "sample. Servers that decode speculatively or by a grammar may write 0: switch it off, or record text.",
+    impact="A logprob of 0 means that no other token could be sampled. The ratio of such a token is the policy's own "
+    "probability, which falls with every update.",
+    fix="Record the logprobs that the server returned. Write null if it returned none, and no logprob for a token "
+    "that it did not sample. Servers with speculative or grammar-guided decoding may write 0: switch that off, or "
+    "record text.",
 )
-def made_up_zeros(whole: DatasetStats) -> Hits:
-    """Sees exact zeros where another answer to the same prompt went on with another token; at half of the stop tokens,
-    and hardly elsewhere; scattered, without the probabilities near 1 that a model gives more often.
+def made_up_zeros(stats: DatasetStats) -> Hits:
+    """Detect three patterns of exact zeros. At that place, another answer to the same prompt continues with another
+    token. Or half of the stop tokens have 0, and hardly any other token has. Or zeros are scattered, without the
+    probabilities near 1 that a model returns more often.
 
-    Threshold: 10 % of the places where two answers to one prompt part, and 3 of them: both tokens were drawn, so
-    neither had probability 1. Else more than ten zeros for each logprob between -0.01 and 0, at a temperature from
-    0.7, or of stop tokens where none is recorded and under 2 % of other tokens have 0: on recorded answers of four
-    servers there were at most 2. At least 8 stop tokens, or 20 zeros and 3 % of 64 other tokens. Greedy turns are not
-    looked at; nor, but where answers part, zeros of tokens that a grammar forces, or that are rounded to four decimals.
+    Threshold: for diverging answers, 3 places and 10 % of all places at which two answers to one prompt diverge. Both
+    tokens were sampled, so neither had probability 1. For stop tokens, half of at least 8. For scattered zeros, 20
+    zeros and 3 % of at least 64 other tokens. The last two need more than ten zeros per logprob between -0.01 and 0;
+    recorded answers of four servers had at most 2. They also need a temperature of at least 0.7. Stop tokens without a
+    recorded temperature count if under 2 % of other tokens have 0. Greedy turns are skipped. The last two also skip
+    tokens that a grammar forces, and logprobs rounded to four decimals.
     """
-    return whole.zeros.hits(whole.turns)
+    return stats.zeros.hits(stats.turns)
 
 
 @check(
@@ -44,15 +47,17 @@ def made_up_zeros(whole: DatasetStats) -> Hits:
     "records",
     costs=0.0,
     wrong=0.5,
-    hurts="They are left out. Where failures have one cause (long traces, tool calls), the rest is a biased sample.",
-    cure="tracegrad prepare --on-error quarantine writes them aside with their reasons; mend the recorder.",
+    impact="They are skipped. If the failures have one cause (long traces, tool calls), the remaining traces are a "
+    "biased sample.",
+    fix="tracegrad prepare --on-error quarantine writes them to separate files with their reasons. Repair the "
+    "recorder.",
 )
-def bad_records(whole: DatasetStats) -> Hits:
-    """Sees records that are not JSON, of no known form, or cut off; a broken compressed stream among them.
+def bad_records(stats: DatasetStats) -> Hits:
+    """Detect records that are not JSON, have an unknown format, or are truncated, including broken compressed streams.
 
-    Threshold: any record; wrong from half of them, where the file is something else than traces.
+    Threshold: any record; wrong from half of the records, because the file then contains something other than traces.
     """
-    read = whole.read
+    read = stats.read
     reasons = ", ".join(f"{count:,} {name}" for name, count in read.reasons.items())
     error = next(iter(read.errors), "")
     return Hits(read.bad, read.records, place_of(error), f"{reasons}; {error}" if error else reasons)
@@ -62,19 +67,20 @@ def bad_records(whole: DatasetStats) -> Hits:
     "no token can be trained",
     "traces",
     wrong=0.0,
-    hurts="A run on it would take no step.",
-    cure="Record the request beside each response (or prompt_token_ids), and logprobs with ids: logprobs=true and "
+    impact="A run on this file would not make a single step.",
+    fix="Record the request with each response (or prompt_token_ids), and logprobs with ids: logprobs=true and "
     "return_token_ids on vLLM and SGLang.",
     hides=("drift", "other_prompt", "missing_stop_tokens", "no_logprobs"),
 )
-def nothing_to_train(whole: DatasetStats) -> Hits:
-    """Sees a file of which no token would be trained, and says the first cause that holds for most turns.
+def nothing_to_train(stats: DatasetStats) -> Hits:
+    """Detect a file in which no token would be trained, and report the first cause that applies to most turns.
 
-    Threshold: none trained, where at least one trace was read; text that has its prompts is another check's.
+    Threshold: no trained token although at least one trace was read. Text that has its prompts is a finding of another
+    check.
     """
-    if whole.terms or not whole.traces or whole.is_text:
-        return Hits(0, whole.traces)
-    return Hits(whole.traces, whole.traces, None, whole.hindered())
+    if stats.terms or not stats.traces or stats.is_text:
+        return Hits(0, stats.traces)
+    return Hits(stats.traces, stats.traces, None, stats.untrained_reason())
 
 
 @check(
@@ -82,15 +88,15 @@ def nothing_to_train(whole: DatasetStats) -> Hits:
     "traces",
     costs=0.0,
     wrong=0.5,
-    hurts="They are left out of training, and their groups have a baseline of fewer.",
-    cure="The reason stands with the first one; a chat template that refuses the messages is the usual one.",
+    impact="They are not trained, and the baselines of their groups are computed from fewer traces.",
+    fix="Read the reason of the first trace. The usual cause is a chat template that rejects the messages.",
 )
-def unaligned(whole: DatasetStats) -> Hits:
-    """Sees traces that `align` refuses: the template raises, or does not show what was said.
+def unaligned(stats: DatasetStats) -> Hits:
+    """Detect traces that `align` rejects: the template raises an error, or does not show the recorded message.
 
-    Threshold: any trace; wrong from half of them, where template and traces do not belong together.
+    Threshold: any trace; wrong from half of the traces, because template and traces then do not belong together.
     """
-    return Hits(whole.unaligned, whole.traces, place_of(whole.first_error), whole.first_error)
+    return Hits(stats.unaligned, stats.traces, place_of(stats.first_error), stats.first_error)
 
 
 @check(
@@ -98,40 +104,40 @@ def unaligned(whole: DatasetStats) -> Hits:
     "tokens",
     note=0.01,
     costs=0.05,
-    hurts="These tokens are masked or end their branch: long answers and rare scripts are trained less than the rest.",
-    cure="Record token ids: return_token_ids on vLLM and SGLang. tracegrad prepare lists the reasons.",
+    impact="These tokens are masked or end their branch. Long answers and rare scripts are trained less than the rest.",
+    fix="Record token ids: return_token_ids on vLLM and SGLang. tracegrad prepare lists the reasons.",
 )
-def drift(whole: DatasetStats) -> Hits:
-    """Sees the drift rate: recorded tokens that are not held with a known id and their logprob.
+def drift(stats: DatasetStats) -> Hits:
+    """Detect recorded tokens that alignment could not give a known id and their logprob.
 
-    Threshold: a note from 1 %, it costs from 5 %: the bundled example, three quarters of it without ids and with
-    emoji, has 0.55 %.
+    Threshold: a note from 1 % of tokens, costs from 5 %. The bundled example has 0.55 %; three quarters of it have no
+    ids, and it contains emoji.
     """
-    return Hits(whole.recorded - whole.exact, whole.recorded)
+    return Hits(stats.recorded - stats.exact, stats.recorded)
 
 
 @check(
-    "groups whose rewards are all equal",
+    "zero-std groups: all rewards are equal",
     "groups",
     note=0.0,
     costs=0.5,
     wrong=1.0,
-    hurts="The advantage of every trace in them is 0: they are computed and teach nothing.",
-    cure="Drop them (DAPO's dynamic sampling), record more traces a group, or take prompts that are neither solved nor "
-    "hopeless.",
+    impact="The advantage of every trace in them is 0. They cost compute and do not change the policy.",
+    fix="Drop them (DAPO's dynamic sampling), record more traces per group, or use prompts that the policy solves "
+    "sometimes but not always.",
 )
-def equal_rewards(whole: DatasetStats) -> Hits:
-    """Sees groups of two or more traces with one reward throughout.
+def equal_rewards(stats: DatasetStats) -> Hits:
+    """Detect groups of two or more traces that all have the same reward.
 
-    Threshold: any group is a note; it costs from half of the groups, and is wrong where no group teaches anything.
+    Threshold: a note from one group; costs from half of the groups; wrong if no other group remains.
     """
-    if not whole.rewards.reward:
+    if not stats.rewards.reward:
         return Hits()
-    counts = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
+    counts = group_counts(np.concatenate(stats.rewards.reward), np.concatenate(stats.rewards.group))
     if not counts.equal:
         return Hits(0, counts.groups)
-    group_id = min(counts.equal_ids, key=lambda candidate: whole.rewards.first[int(candidate)][2])
-    first, name, _ = whole.rewards.first[int(group_id)]
+    group_id = min(counts.equal_ids, key=lambda candidate: stats.rewards.first[int(candidate)][2])
+    first, name, _ = stats.rewards.first[int(group_id)]
     reward = dict(zip(counts.equal_ids, counts.equal_rewards, strict=True))[group_id]
     return Hits(counts.equal, counts.groups, first, f"group '{name}': every reward is {reward:g}")
 
@@ -142,57 +148,59 @@ def equal_rewards(whole: DatasetStats) -> Hits:
     note=0.0,
     costs=0.5,
     wrong=1.0,
-    hurts="A group baseline needs mates: alone, a trace's advantage is 0.",
-    cure="Write one group id into all traces of a prompt, and record several of each; or a baseline over the batch.",
+    impact="A group baseline needs several traces. The advantage of a single trace is 0.",
+    fix="Write the same group id into all traces of a prompt, and record several traces per prompt. Or use a "
+    "baseline over the batch (--advantage.baseline batch_mean).",
     hides=("equal_rewards",),
 )
-def lone_traces(whole: DatasetStats) -> Hits:
-    """Sees groups with one scored trace; a trace without a group is alone.
+def lone_traces(stats: DatasetStats) -> Hits:
+    """Detect groups with one scored trace. A trace without a group is a group of one.
 
-    Threshold: any group is a note; it costs from half of the groups, and is wrong where there is no other group.
+    Threshold: a note from one group; costs from half of the groups; wrong if no other group remains.
     """
-    if not whole.rewards.reward:
+    if not stats.rewards.reward:
         return Hits()
-    counts = group_counts(np.concatenate(whole.rewards.reward), np.concatenate(whole.rewards.group))
+    counts = group_counts(np.concatenate(stats.rewards.reward), np.concatenate(stats.rewards.group))
     if not counts.singletons:
         return Hits(0, counts.groups)
     first, name, _ = min(
-        (whole.rewards.first[int(entry)] for entry in counts.singleton_ids), key=lambda entry: entry[2]
+        (stats.rewards.first[int(entry)] for entry in counts.singleton_ids), key=lambda entry: entry[2]
     )
     return Hits(counts.singletons, counts.groups, first, f"group '{name}'" if name else "the record names no group")
 
 
 @check(
-    "equal answers of one record, with unlike rewards",
+    "equal answers of one record with different rewards",
     "traces",
     note=0.0,
     costs=0.05,
-    hurts="The same words are praised and blamed: what one answer teaches the other takes back.",
-    cure="Where a judge rated the same words twice, take the mean; else leave such answers out.",
+    impact="The same tokens are rewarded differently, so the updates of such answers cancel each other in part.",
+    fix="If a judge rated the same answer twice, use the mean. Otherwise remove such answers.",
 )
-def unlike_rewards(whole: DatasetStats) -> Hits:
-    """Sees traces that say, token for token, what an earlier one of their record says, and have another reward.
+def unlike_rewards(stats: DatasetStats) -> Hits:
+    """Detect traces that equal an earlier trace of their record token by token but have another reward.
 
-    Threshold: any trace is a note; it costs from 5 % of the traces.
+    Threshold: a note from one trace; costs from 5 % of the traces.
     """
-    return Hits(whole.alike.count, whole.traces, whole.alike.first, whole.alike.found)
+    return Hits(stats.alike.count, stats.traces, stats.alike.first, stats.alike.found)
 
 
 @check(
     "duplicated generations",
     "traces",
     costs=0.0,
-    hurts="One draw counts twice: its gradient is doubled, and the baseline of its group leans to it.",
-    cure="Keep one of each: sort -u on the records, or by response id; look for retries and merged shards.",
+    impact="One sample counts twice. Its gradient is doubled, and the baseline of its group is biased towards it.",
+    fix="Keep one of each: run sort -u on the records, or deduplicate by response id. Look for retries and merged "
+    "shards.",
 )
-def duplicated(whole: DatasetStats) -> Hits:
-    """Sees traces that stand in the file before: the same record, response ids, or tokens.
+def duplicated(stats: DatasetStats) -> Hits:
+    """Detect traces that occur earlier in the file: the same record, response ids, or tokens.
 
-    Threshold: any trace. Tokens count with logprobs equal to the bit and a probability below e^-15 (once in three
-    million), or, without logprobs, from 64 tokens: short answers are drawn twice by chance (1,588 turns of the
-    bundled example), and greedy ones always.
+    Threshold: any trace. Equal tokens count if their logprobs are equal to the bit and their probability is below e^-15
+    (once in three million). Without logprobs they count from 64 tokens. Short answers repeat by chance (1,588 turns of
+    the bundled example), and greedy answers always repeat.
     """
-    return Hits(whole.copies.count, whole.traces, whole.copies.first, whole.copies.found)
+    return Hits(stats.copies.count, stats.traces, stats.copies.first, stats.copies.description)
 
 
 @check(
@@ -200,21 +208,23 @@ def duplicated(whole: DatasetStats) -> Hits:
     "tokens",
     note=0.0,
     costs=0.1,
-    hurts="The older the policy, the further the ratio from 1: more terms are clipped or masked, the rest is noisier.",
-    cure="Leave the oldest out, or bound the ratio: a preset with a gate (docs/choosing.md) and --stop-below-ess.",
+    impact="The older the policy, the further the ratio is from 1. More tokens are clipped or masked, and the rest "
+    "is noisier.",
+    fix="Drop the oldest traces, or bound the ratio with a preset that has a rejection (docs/choosing.md) and "
+    "--min-ope-ess.",
 )
-def stale_versions(whole: DatasetStats) -> Hits:
-    """Sees tokens sampled more than 8 policy versions before the newest one in the file.
+def stale_versions(stats: DatasetStats) -> Hits:
+    """Detect tokens sampled more than 8 policy versions before the newest version in the file.
 
-    Threshold: 8, the staleness to which AReaL (arXiv 2505.24298) found training unharmed with a decoupled objective; a
-    note below 10 % of the tokens.
+    Threshold: 8 versions. AReaL (arXiv 2505.24298) found training unharmed up to this staleness with a decoupled
+    objective. Below 10 % of the tokens it is a note.
     """
-    tokens = {version: count for version, count in whole.versions.tokens.items() if version >= 0}
+    tokens = {version: count for version, count in stats.versions.tokens.items() if version >= 0}
     newest = max(tokens, default=0)
     stale = {version: count for version, count in tokens.items() if newest - version > STALE}
     if not stale:
         return Hits(0, sum(tokens.values()))
-    first = whole.versions.first[min(stale)]
+    first = stats.versions.first[min(stale)]
     return Hits(sum(stale.values()), sum(tokens.values()), first, f"version {min(stale)}, the newest is {newest}")
 
 

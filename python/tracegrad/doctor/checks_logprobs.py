@@ -38,14 +38,14 @@ def top_logprobs_lag(record: bytes) -> int:
     return 0
 
 
-def kept_mass(record: bytes, told: dict[str, Any]) -> tuple[float, float] | None:
+def kept_mass(record: bytes, sampling: dict[str, Any]) -> tuple[float, float] | None:
     """Return the mean and the least kept mass S of a record's tokens under min_p, top_k and top_p.
 
     A token counts if its alternatives (top_logprobs) reach as far as the truncation. Return None if no token does.
 
     Args:
         record: JSON whose logprobs are raw, sampled at temperature 1.
-        told: the values of min_p, top_k and top_p that are switched on.
+        sampling: the values of min_p, top_k and top_p that are switched on.
     """
     if len(record) > LARGEST or b'"top_logprobs"' not in record:
         return None
@@ -53,7 +53,7 @@ def kept_mass(record: bytes, told: dict[str, Any]) -> tuple[float, float] | None
         masses = [
             mass
             for probabilities in _alternatives(json.loads(record))
-            if (mass := _mass_under(probabilities, told)) is not None
+            if (mass := _mass_under(probabilities, sampling)) is not None
         ]
         return (float(np.mean(masses)), float(np.min(masses))) if masses else None
     except (TypeError, ValueError, RecursionError):
@@ -153,7 +153,7 @@ class ZeroCount:
         self.zeros += int(zero.sum())
         self.near += int(np.sum((logprobs < 0) & (logprobs > -NEAR)))
         if self.first is None and zero.any():
-            self.first = look.at(int(look.own_generation[at[zero.argmax()]]))
+            self.first = look.place_of(int(look.sampled_generation[at[zero.argmax()]]))
 
     @property
     def share(self) -> float:
@@ -195,7 +195,7 @@ class Zeros:
 
     def add(self, look: TraceBatch) -> None:
         """Add one batch."""
-        own, generation = look.own, look.own_generation
+        own, generation = look.sampled, look.sampled_generation
         logprobs = look.sequences.rollout_logprobs[own].astype(np.float64)
         temperature = look["temperature"][generation]
         present = ~np.isnan(logprobs)
@@ -206,7 +206,9 @@ class Zeros:
         stop = last & look.vocabulary.is_special(look.sequences.ids[own])
         # A grammar gives the token that it forces probability 1, so a logprob of 0 is right there.
         forced = look.finish == "tool_calls"
-        forced[[g for g, mismatch in look.mismatch.items() if mismatch.keys() - {"temperature", "top_p"}]] = True
+        forced[[g for g, mismatch in look.sampling_mismatch.items() if mismatch.keys() - {"temperature", "top_p"}]] = (
+            True
+        )
         present &= ~forced[generation]
         for usable, stops, others in (
             (present & (temperature >= PLAIN), self.stops, self.others),
@@ -217,8 +219,8 @@ class Zeros:
         self._compare(look, logprobs)
 
     def _compare(self, look: TraceBatch, logprobs: Array) -> None:
-        sequences, own = look.sequences, look.own
-        cu = np.searchsorted(look.own_generation, np.arange(look.generations + 1))
+        sequences, own = look.sequences, look.sampled
+        cu = np.searchsorted(look.sampled_generation, np.arange(look.generations + 1))
         for g in np.flatnonzero((np.diff(cu) > 0) & ~(look["temperature"] < GREEDY)):
             span = slice(cu[g], cu[g + 1])
             start = int(own[span.start])
@@ -242,8 +244,8 @@ class Zeros:
             if answer[position] == 0 or earlier[1][position] == 0:
                 self.contradicted += 1
                 if self.first is None:
-                    self.first = look.at(int(g), position)
-                    self.found = "another answer to the prompt goes on with another token, and one of the two has 0"
+                    self.first = look.place_of(int(g), position)
+                    self.found = "another answer to the prompt continues with another token, and one of the two has 0"
 
     def hits(self, turns: int) -> Hits:
         """Return hits if the zeros cannot come from a model; `turns` is the number of turns in the file."""
@@ -276,14 +278,15 @@ FILLED_TAIL = 4  # least number of zeros at the end of a turn that has other val
     "turns without logprobs",
     costs=0.0,
     wrong=1.0,
-    hurts="Without the sampling logprob there is no ratio: the turn can only be imitated, not corrected.",
-    cure=f"Record with logprobs=true (and return_token_ids on vLLM). Text alone trains with {TEXT_TRAINS}.",
+    impact="The ratio needs the logprobs of the policy that sampled. Without them, the turn can only be imitated, "
+    "not corrected.",
+    fix=f"Record with logprobs=true (and return_token_ids on vLLM). Text without logprobs trains with {TEXT_TRAINS}.",
     hides=("missing_logprobs", "drift"),
 )
 def no_logprobs(look: TraceBatch) -> Hits:
-    """Sees turns that list no logprob at all.
+    """Detect turns that do not list any logprob.
 
-    Threshold: any turn costs it; wrong where no turn has one.
+    Threshold: any turn costs; wrong if no turn has logprobs.
     """
     none = (look["logprobs"] <= 0) | ((look["missing"] > 0) & (look["missing"] == look["logprobs"]))
     return look.hits(none, None, lambda g: "the record has no logprobs")
@@ -292,30 +295,31 @@ def no_logprobs(look: TraceBatch) -> Hits:
 @check(
     "logprobs that are null, NaN or -inf",
     costs=0.0,
-    hurts="These tokens are masked, and a trace's ratio lacks their factor.",
-    cure="Ask the server for the sampled token's logprob (logprobs=true, top_logprobs=0 is enough); do not fill gaps.",
+    impact="These tokens are masked, and the ratio of their trace lacks their factor.",
+    fix="Request the logprob of the sampled token from the server (logprobs=true; top_logprobs=0 is enough). Do not "
+    "fill gaps.",
 )
 def missing_logprobs(look: TraceBatch) -> Hits:
-    """Sees turns of which some logprobs are missing and others are there (R23).
+    """Detect turns in which some logprobs are missing and others are present (R23).
 
-    Threshold: any turn; what is missing is NaN and masked, never taken as 0.
+    Threshold: any turn. A missing logprob is NaN and masked, never 0.
     """
     some = (look["missing"] > 0) & (look["missing"] < look["logprobs"])
     return look.hits(some, None, lambda g: f"{look['missing'][g]} of {look['logprobs'][g]} are missing")
 
 
 @check(
-    "logprobs that no probability has",
+    "numbers that are not log-probabilities",
     costs=0.0,
     wrong=0.01,
-    hurts="A positive number is a probability, a loss or a sum, and -9999.0 a server's sentinel. They are masked, but "
-    "where some are of the wrong kind the others may be too.",
-    cure="Record log-probabilities in nats as the server gave them: log(p) for linear ones, not -log(p).",
+    impact="A positive number is a probability, a loss or a sum; -9999.0 is a server's sentinel. These tokens are "
+    "masked. If some numbers are of the wrong kind, the others may be too.",
+    fix="Record log-probabilities in nats as the server returned them. Convert probabilities with log(p), not -log(p).",
 )
 def impossible_logprobs(look: TraceBatch) -> Hits:
-    """Sees turns with a positive logprob (above 0.001) or exactly -9999.0 (R24).
+    """Detect turns with a positive logprob (above 0.001) or exactly -9999.0 (R24).
 
-    Threshold: any turn; wrong from 1 % of turns, where it is a kind of number and no accident.
+    Threshold: any turn; wrong from 1 % of turns, because the numbers are then of another kind and not an accident.
     """
     return look.hits(look["invalid"] > 0, None, lambda g: f"{look['invalid'][g]} of {look['logprobs'][g]}")
 
@@ -324,33 +328,33 @@ def impossible_logprobs(look: TraceBatch) -> Hits:
     "more or fewer logprobs than tokens",
     costs=0.0,
     wrong=0.01,
-    hurts="Which logprob belongs to which token cannot be known. These turns are masked whole; a zip of the two lists "
-    "would shift every ratio.",
-    cure="Keep ids and logprobs of one response together; cut both (stop strings, padding) or none.",
+    impact="It is unknown which logprob belongs to which token. All tokens of these turns are masked, because "
+    "pairing the lists by position would shift every ratio.",
+    fix="Keep ids and logprobs of one response together. Truncate both lists (stop strings, padding) or neither.",
 )
 def count_mismatch(look: TraceBatch) -> Hits:
-    """Sees turns whose list of logprobs is longer or shorter than that of their tokens (R22).
+    """Detect turns whose list of logprobs is longer or shorter than their list of tokens (R22).
 
-    Threshold: any turn; wrong from 1 % of turns, as the recorder then pairs lists that do not belong together.
+    Threshold: any turn; wrong from 1 % of turns, because the recorder then pairs lists that do not belong together.
     """
-    return look.drift_hits(22)
+    return look.mismatch_hits(22)
 
 
 @check(
-    "logprobs filled up with one value",
+    "logprobs filled with one value",
     costs=0.0,
     wrong=0.01,
-    hurts="A logprob of 0 says probability 1: the ratio becomes the policy's own probability, far from 1, and unlike a "
-    "missing one it is not masked.",
-    cure="Write null where the server gave no logprob. Missing ones are masked, made-up ones are trained on.",
+    impact="A logprob of 0 means probability 1. The ratio becomes the policy's own probability, far from 1. Unlike a "
+    "missing logprob, it is not masked.",
+    fix="Write null if the server returned no logprob. Missing logprobs are masked, but invented ones are trained on.",
     hides=("made_up_zeros",),
 )
 def filled_logprobs(look: TraceBatch) -> Hits:
-    """Sees turns of at least 8 tokens with one value throughout, or that end in 4 or more exact zeros.
+    """Detect turns of at least 8 tokens that all have one value, and turns that end in 4 or more exact zeros.
 
-    Threshold: 8 equal, 4 zeros at the end while under 5 % of the batch's other logprobs are 0: a confident model
-    rounds single tokens to 0.0, so zeros alone prove nothing. Greedy turns (temperature 0) are not looked at. Wrong
-    from 1 % of turns.
+    Threshold: 8 equal values. 4 zeros at the end count if under 5 % of the batch's other logprobs are 0: a confident
+    model rounds single tokens to 0.0, so zeros are not a proof. Greedy turns (temperature 0) are skipped. Wrong from 1
+    % of turns.
     """
     constant, tail, least = filled_turns(look)
     return look.hits(
@@ -381,49 +385,54 @@ def filled_turns(look: TraceBatch) -> tuple[NDArray[np.bool_], NDArray[np.bool_]
 
 
 @check(
-    "raw logprobs, or of an unknown kind, at a temperature other than 1; or greedy decoding",
+    "raw or unknown logprobs at a temperature other than 1, or greedy decoding",
     costs=0.0,
     wrong=0.01,
-    hurts="The tokens were drawn from the tempered distribution, raw logprobs are of the untempered one: the ratio "
-    "corrects for a policy that did not sample them. Greedy decoding draws from no distribution.",
-    cure="If the numbers are processed already and top_p, top_k, min_p and penalties were off, say --logprob-kind "
-    "processed. Else serve with --logprobs-mode processed_logprobs, sample with these off, and record logprob_kind "
-    "'processed'; or sample at temperature 1. Processed logprobs cure the temperature alone: under top_p or top_k "
-    "their ratio is the kept mass. What is recorded trains without a ratio: --objective TOPR_POSITIVE --text-only.",
+    impact="The tokens were sampled from the distribution at that temperature, and raw logprobs are computed at "
+    "temperature 1. The ratio corrects for a policy that did not sample the tokens. Greedy decoding does not sample "
+    "from any distribution.",
+    fix="If the logprobs are already processed, and top_p, top_k, min_p and penalties were off, pass --logprob-kind "
+    "processed. Otherwise serve with --logprobs-mode processed_logprobs, sample with these options off, and record "
+    "logprob_kind 'processed'. Or sample at temperature 1. Processed logprobs correct the temperature only: under "
+    "top_p or top_k their ratio is the kept mass. The recorded text trains without a ratio: --objective TOPR_POSITIVE "
+    "--text-only.",
 )
 def raw_at_temperature(look: TraceBatch) -> Hits:
-    """Sees turns at a temperature other than 1 whose logprobs are raw or of no known kind, or at one below 0.01.
+    """Detect turns at a temperature other than 1 whose logprobs are raw or of unknown kind, and turns at a temperature
+    below 0.01.
 
     Threshold: any difference from 1; wrong from 1 % of turns.
     """
     kinds = ("of an unknown kind", "raw", "processed")
-    hit = np.array(["temperature" in look.mismatch.get(g, ()) for g in range(look.generations)], bool)
+    hit = np.array(["temperature" in look.sampling_mismatch.get(g, ()) for g in range(look.generations)], bool)
     return look.hits(
         hit,
         None,
-        lambda g: f"temperature {look.mismatch[g]['temperature']}, logprobs {kinds[look['logprob_kind'][g]]}",
+        lambda g: f"temperature {look.sampling_mismatch[g]['temperature']}, logprobs {kinds[look['logprob_kind'][g]]}",
     )
 
 
 @check(
-    "tokens cut off, penalised or forced when they were sampled",
+    "truncated, penalized or forced sampling",
     costs=0.0,
     wrong=0.01,
-    hurts="top_p, top_k, min_p, penalties, logit_bias, beam search, grammars and the like change the distribution that "
-    "the tokens were drawn from; the trainer computes the whole one. Where a cut keeps the mass S of it, the ratio to "
-    "processed logprobs is S at each token although nothing changed, and that to raw ones is 1 instead of S.",
-    cure="Sample without them: they are off by default, but for those in the model's generation_config.json, which "
-    "vLLM leaves out with --generation-config vllm. What is recorded trains without a ratio: --objective TOPR_POSITIVE "
-    "--text-only. --rescore measures S; --accept-truncated-sampling of train takes the ratio as it is.",
+    impact="top_p, top_k, min_p, penalties, logit_bias, beam search, grammars and similar options change the "
+    "distribution that the tokens were sampled from. The trainer computes the full distribution. If truncation keeps "
+    "the mass S, the ratio to processed logprobs is S at each token even if the policy did not change. The ratio to "
+    "raw logprobs is 1 instead of S.",
+    fix="Sample without these options. They are off by default, except for options in the model's "
+    "generation_config.json, which vLLM ignores with --generation-config vllm. The recorded text trains without a "
+    "ratio: --objective TOPR_POSITIVE --text-only. --check-logprobs measures S. --accept-truncated-sampling of train "
+    "uses the ratio as it is.",
 )
 def reshaped_sampling(look: TraceBatch) -> Hits:
-    """Sees turns whose request names an option that cuts off, penalises, favours or forces tokens.
+    """Detect turns whose request sets an option that truncates, penalizes, favours or forces tokens.
 
-    Threshold: any value other than the one at which the option does nothing; wrong from 1 % of turns.
+    Threshold: any value that has an effect; wrong from 1 % of turns.
     """
     reshaping = {
         g: {name: value for name, value in mismatch.items() if name != "temperature"}
-        for g, mismatch in look.mismatch.items()
+        for g, mismatch in look.sampling_mismatch.items()
     }
     hit = np.array([bool(reshaping.get(g)) for g in range(look.generations)], bool)
     kinds = ("of an unknown kind", "raw", "processed")
@@ -450,21 +459,21 @@ def _mass_note(look: TraceBatch, generation: int, sampling: dict[str, Any]) -> s
 
 
 @check(
-    "requests that leave out what the model's generation_config.json sets",
+    "requests that omit options set by the model's generation_config.json",
     costs=0.0,
-    hurts="A vLLM that was started in the ordinary way (--generation-config auto) takes what a request leaves out from "
-    "this file, so that the tokens may be drawn at another temperature or with a cut than the record says. Nothing in "
-    "the record shows it.",
-    cure="Look how the server was started, then say it: --sampling-defaults model if it took the file, neutral if it "
-    "did not (--generation-config vllm, or another server). Next time send every sampling option with each request.",
+    impact="vLLM in its default mode (--generation-config auto) reads omitted options from this file. The tokens may "
+    "have been sampled at another temperature or with truncation that the record does not show.",
+    fix="Look up how the server was started. Pass --sampling-defaults model if it used the file, or neutral if it "
+    "did not (--generation-config vllm, or another server). In future, send every sampling option with each request.",
 )
 def server_defaults(look: TraceBatch) -> Hits:
-    """Sees requests with logprobs that leave out a temperature, top_p, top_k, min_p or penalty which the
-    generation_config.json beside the tokenizer sets to something that is not neutral; nothing with --sampling-defaults.
+    """Detect requests with logprobs that omit a temperature, top_p, top_k, min_p or penalty for which the
+    generation_config.json next to the tokenizer sets a value that is not neutral. With --sampling-defaults, nothing is
+    reported.
 
-    Threshold: any turn costs; never wrong, as the file does not say how the server was started.
+    Threshold: any turn costs; never wrong, because the file does not show how the server was started.
     """
-    omitted = {} if look.sampling_defaults else look.left_out
+    omitted = {} if look.sampling_defaults else look.omitted_options
     hit = np.array([g in omitted for g in range(look.generations)], bool)
     return look.hits(hit, None, lambda g: format_options({name: look.defaults[name] for name in omitted[g]}))
 
@@ -473,13 +482,14 @@ def server_defaults(look: TraceBatch) -> Hits:
     "logprobs that do not add up to the recorded sum",
     costs=0.0,
     wrong=0.01,
-    hurts="The server's own checksum says that a logprob was lost, added or changed after it was given.",
-    cure="Find the step between server and file that edits the list; a list shifted by one loses one of them.",
+    impact="The server's own checksum shows that a logprob was lost, added or changed after the server returned it.",
+    fix="Find the step between server and file that edits the list. A list that is shifted by one position loses a "
+    "logprob.",
 )
 def wrong_sum(look: TraceBatch) -> Hits:
-    """Sees turns whose logprobs are all there and sum to something else than cumulative_logprob.
+    """Detect turns that have all their logprobs and whose sum differs from cumulative_logprob.
 
-    Threshold: 0.01 nats and 0.1 %: rounding to three decimals stays below it over hundreds of tokens, a single lost
+    Threshold: 0.01 nats and 0.1 %. Rounding to three decimals stays below it over hundreds of tokens; a single lost
     logprob rarely does. Wrong from 1 % of turns.
     """
     flat = np.nan_to_num(look["flat_logprobs"].astype(np.float64))

@@ -1,6 +1,6 @@
 """Detect logprobs that belong to a neighbouring token, without the model.
 
-There are three signs. `lag_test` compares logprobs with bigram counts of the same file. A list that begins with null
+There are three signs. `lag_test` compares logprobs with bigram counts of the same file. A list that starts with null
 looks like prompt logprobs. top_logprobs may list a token's logprob for its neighbour. (`rescore` compares with the
 model's own logprobs instead.)
 """
@@ -23,30 +23,32 @@ PARTS = 8  # parts of the file that are tested one by one
 @check(
     "logprobs shifted by one token",
     wrong=0.0,
-    hurts="Every token is given its neighbour's probability: all ratios are wrong, most of them wildly, none is NaN.",
-    cure="Pair logprobs[i] with the id it was returned with: drop the leading null of prompt logprobs and echoes, cut "
-    "ids and logprobs by one slice. tracegrad doctor --rescore checks it against the model.",
+    impact="Every token gets the probability of its neighbour. All ratios are wrong, most of them by a large factor, "
+    "and none is NaN.",
+    fix="Pair logprobs[i] with the id it was returned with. Drop the leading null of prompt logprobs and echoes, and "
+    "slice ids and logprobs together. tracegrad doctor --check-logprobs compares them with the model.",
     hides=("made_up_zeros",),
 )
-def shifted_logprobs(whole: DatasetStats) -> Hits:
-    """Sees logprobs that follow bigram counts of the file better one token away than where they stand; lists that begin
-    with null, as those of prompts do; top_logprobs that give a token the number listed beside its neighbour.
+def shifted_logprobs(stats: DatasetStats) -> Hits:
+    """Detect three signs of a shift. Logprobs follow bigram counts of the file better at a neighbouring token than in
+    place. Lists start with null, like prompt logprobs. top_logprobs list a token's logprob for its neighbour.
 
-    Threshold: a null at the head of half of the turns, unless counts say that the rest stands in place; for
-    top_logprobs, nine of ten tokens of a turn in a sample of 64 traces; for counts, a lead of 4 standard errors over
-    turns that differ, 2.2 over places between the same neighbours, and 0.05 of rank correlation, on at least 200 tokens
-    of 10 such turns and places, for the whole file, for each tier, first and later turns, and each eighth of the file.
-    On the bundled example (66,911 tokens) the correlation is 0.58 in place and 0.12 and 0.02 beside it. Of 290 draws of
-    10 to 50 of its traces none was called shifted; shifted ones were found in 94 % (+1) and 77 % (-1) of draws of
-    10 traces (294 tokens), 100 % and 99 % of 20, and all of 50.
+    Threshold: for null, half of the turns, unless counts show that the other logprobs are in place. For top_logprobs,
+    nine of ten tokens of a turn, in a sample of 64 traces. For counts, a lead of 4 standard errors over distinct turns,
+    a lead of 2.2 over places between the same neighbours, and 0.05 of rank correlation, on at least 200 tokens of 10
+    such turns and places. Counts are tested for the full file, each alignment level, first and later turns, and each
+    eighth of the file. On the bundled example (66,911 tokens) the correlation is 0.58 in place, and 0.12 and 0.02 at
+    the neighbours. Of 290 draws of 10 to 50 of its traces, none was reported as shifted. Shifted draws were detected in
+    94 % (+1) and 77 % (-1) of draws of 10 traces (294 tokens), in 100 % and 99 % of draws of 20, and in all draws of
+    50.
     """
-    sample = whole.sample
-    if (tops := whole.tops) and tops.lag:
-        description = f"top_logprobs give {_neighbour(tops.lag)} the number that is listed"
+    sample = stats.sample
+    if (tops := stats.tops) and tops.lag:
+        description = f"top_logprobs list the logprob for {_neighbour(tops.lag)}"
         return Hits(tops.count, tops.looked, tops.first, description)
-    if whole.headless.count >= max(2, 0.5 * whole.turns) and not in_place(sample.turns):
+    if stats.headless.count >= max(2, 0.5 * stats.turns) and not in_place(sample.turns):
         return Hits(
-            whole.headless.count, whole.turns, whole.headless.first, "the list begins with null, as a prompt's does"
+            stats.headless.count, stats.turns, stats.headless.first, "the list starts with null, like prompt logprobs"
         )
     for part, suffix in parts(sample):
         shift = find_shift(part)
@@ -62,14 +64,14 @@ def shifted_logprobs(whole: DatasetStats) -> Hits:
 
 
 def parts(sample: TurnSample) -> Iterator[tuple[list[Turn], str]]:
-    """Yield the whole sample, then the parts that may have been recorded differently, each with a description.
+    """Yield the stats sample, then the parts that may have been recorded differently, each with a description.
 
     The parts are the alignment levels, first and later turns, and eighths of the file.
     """
     turns = sample.turns
     yield turns, ""
     for tier in sorted({turn.tier for turn in turns}):
-        yield [turn for turn in turns if turn.tier == tier], f" of tier T{tier}"
+        yield [turn for turn in turns if turn.tier == tier], f" at alignment level T{tier}"
     yield [turn for turn in turns if turn.place.turn == 0], " of first turns"
     yield [turn for turn in turns if turn.place.turn], " of later turns"
     for part in range(PARTS):
@@ -104,12 +106,12 @@ def bigram_lag_test(turns: list[Turn]) -> LagTest:
     return lag_test(logprobs, bigram_logprobs(before, ids), cu)
 
 
-def model_shift_hits(found: LogprobComparison) -> Hits | None:
+def model_shift_hits(comparison: LogprobComparison) -> Hits | None:
     """Test recorded logprobs against the model's.
 
     Return hits if they follow those of a neighbouring token, no hits if they are in place, and None if it is unclear.
     """
-    test = found.lags()
+    test = comparison.lags()
     lag = leading_lag(test)
     if lag == 0:
         # The model outweighs counts, which a few answers of one shape can mislead.
@@ -118,7 +120,7 @@ def model_shift_hits(found: LogprobComparison) -> Hits | None:
         f"they follow the model's logprob of {_neighbour(lag)}: rank correlation {test.correlation[lag]:.2f} there, "
         f"{test.correlation[0]:.2f} in place ({test.tokens:,} tokens rescored)"
     )
-    return Hits(test.turns, test.turns, found.first[0], description)
+    return Hits(test.turns, test.turns, comparison.first[0], description)
 
 
 def _neighbour(lag: int) -> str:

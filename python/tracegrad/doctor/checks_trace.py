@@ -19,22 +19,24 @@ REWRITTEN, NOT_EXTENDED, STRIPPED = 19, 20, 10
 
 
 @check(
-    "reasoning that later turns no longer have",
+    "reasoning missing from later prompts",
     note=0.0,
     costs=0.05,
-    hurts="Later turns were sampled after a history without it: each opens a branch, whose prompt is computed again, "
-    "and the policy learns to go on without its thoughts.",
-    cure="Intended (Qwen3's own template does it): leave it. Else serve a template that keeps the reasoning, and send "
-    "it back in the messages.",
+    impact="Later turns were sampled from a history without the reasoning. Each such turn opens a new branch, so its "
+    "prompt is computed again. The policy learns to continue without its own reasoning.",
+    fix="If the template drops reasoning by design (Qwen3 does), leave it. Otherwise serve a template that keeps the "
+    "reasoning, and send the reasoning back in the messages.",
 )
 def dropped_reasoning(look: TraceBatch) -> Hits:
-    """Sees turns whose sampled reasoning is gone from the next prompt (R10, or a fork whose branch lost it). An
-    empty thought is none.
+    """Detect turns whose sampled reasoning is missing from the next prompt (R10, or a fork whose branch lost it). An
+    empty reasoning block does not count.
 
-    Threshold: any turn is a note; it costs from 5 % of turns, where prompts are mostly computed twice.
+    Threshold: a note from one turn; costs from 5 % of turns, because their prompts are computed twice.
     """
-    lost = {turn: finding for turn, finding in look.drift(STRIPPED).items() if _closes_thought(_turn_bytes(look, turn))}
-    for generation in look.drift(NOT_EXTENDED):
+    lost = {
+        turn: finding for turn, finding in look.mismatches(STRIPPED).items() if _closes_thought(_turn_bytes(look, turn))
+    }
+    for generation in look.mismatches(NOT_EXTENDED):
         before = generation - 1
         if look.turn[generation] > 0 and before not in lost and _thought_is_lost(look, before, generation):
             lost[before] = (-1, "sampled reasoning, and the next recorded prompt does not have it")
@@ -54,7 +56,7 @@ def _thought_is_lost(look: TraceBatch, before: int, after: int) -> bool:
 
 def _token_positions(look: TraceBatch, generation: int) -> NDArray[np.int64]:
     """Return the positions of a turn's sampled tokens."""
-    return look.own[slice(*np.searchsorted(look.own_generation, [generation, generation + 1]))]
+    return look.sampled[slice(*np.searchsorted(look.sampled_generation, [generation, generation + 1]))]
 
 
 def _turn_bytes(look: TraceBatch, generation: int) -> bytes:
@@ -69,21 +71,23 @@ def _closes_thought(turn_bytes: bytes) -> bool:
 
 
 @check(
-    "a history rewritten between turns",
+    "history rewritten between turns",
     note=0.0,
     costs=0.05,
-    hurts="The turn was not sampled after what the trace says came before: it opens a branch, its prompt is computed "
-    "again, and what it shares with earlier turns is trained once only.",
-    cure="Compaction on purpose: leave it. Else append to the messages and never edit them: no trimming, no re-parsed "
-    "tool calls, no changed dates. If the text is the same, the server tokenised it anew: send the ids back.",
+    impact="The turn was not sampled from the history that the trace records before it. It opens a new branch, so "
+    "its prompt is computed again. Tokens shared with earlier turns are trained only once.",
+    fix="If you compact the history on purpose, leave it. Otherwise append messages and never edit earlier ones: no "
+    "trimming, no re-parsed tool calls, no changed dates. If the text is unchanged, the server tokenized it again: "
+    "send the token ids back.",
 )
 def history_rewritten(look: TraceBatch) -> Hits:
-    """Sees turns whose prompt extends no earlier turn of their trace (R19, R20), reasoning dropped by templates apart.
+    """Detect turns whose prompt does not extend any earlier turn of the trace (R19, R20). Reasoning that the template
+    drops is a separate finding (`dropped_reasoning`).
 
-    Threshold: any turn is a note; it costs from 5 % of turns, where most prompts are computed twice.
+    Threshold: a note from one turn; costs from 5 % of turns, because their prompts are computed twice.
     """
-    mismatches = {**look.drift(NOT_EXTENDED), **look.drift(REWRITTEN)}
-    thoughts = {generation + 1 for generation in look.drift(STRIPPED)}
+    mismatches = {**look.mismatches(NOT_EXTENDED), **look.mismatches(REWRITTEN)}
+    thoughts = {generation + 1 for generation in look.mismatches(STRIPPED)}
     hit = np.zeros(look.generations, bool)
     for generation in mismatches:
         if look.turn[generation] > 0 and generation not in thoughts:
@@ -92,17 +96,18 @@ def history_rewritten(look: TraceBatch) -> Hits:
 
 
 @check(
-    "calls of tools that were not recorded",
+    "tool calls without recorded tool schemas",
     costs=0.0,
-    hurts="Templates write the tools into the prompt. Without them each turn is computed after another text than the "
-    "policy saw, and the ratio is of that text.",
-    cure='Record the schemas beside the messages, {"messages": [...], "tools": [...]}, or the whole request, or '
-    "prompt_token_ids. tracegrad doctor --rescore says how far the logprobs are off.",
+    impact="The chat template writes the tool schemas into the prompt. Without them, logprobs are computed after a "
+    "different prompt than the policy saw, so the ratio is wrong.",
+    fix='Record the schemas next to the messages, {"messages": [...], "tools": [...]}, or the full request, or '
+    "prompt_token_ids. tracegrad doctor --check-logprobs measures how far the logprobs are off.",
 )
 def unrecorded_tools(look: TraceBatch) -> Hits:
-    """Sees turns with logprobs of traces in which a turn ended with tool calls, and no tools or prompt ids stand.
+    """Detect turns with logprobs in traces in which a turn ended with tool calls, if neither tools nor prompt ids are
+    recorded.
 
-    Threshold: any turn, as its prompt is not the one it was sampled after.
+    Threshold: any turn, because its prompt is not the one it was sampled from.
     """
     calls = np.isin(look.finish, ["tool_calls", "tool_use"])
     rendered = (look["logprobs"] > 0) & (look["prompt_ids"] < 0)
@@ -111,18 +116,18 @@ def unrecorded_tools(look: TraceBatch) -> Hits:
 
 
 @check(
-    "traces longer than the model reads",
+    "traces longer than the model's context",
     "traces",
     costs=0.0,
-    hurts="What stands past its positions the model never learned to read: it is trained all the same, on logprobs "
-    "that mean little, if its code does not fail there.",
-    cure="Tell doctor a larger --max-tokens if the model reads more. Else leave them out of the records, or train with "
-    "--pack.token_budget at the limit and --pack.too_long drop or truncate: cut, they lose their end.",
+    impact="The model was never trained on positions past its limit. Such traces are trained anyway, unless the "
+    "model code fails there, and their logprobs are unreliable.",
+    fix="If the model reads more, pass a larger --max-tokens. Otherwise remove these traces, or train with "
+    "--pack.tokens_per_row at the limit and --pack.too_long drop or truncate. Truncated traces lose their end.",
 )
 def overlong(look: TraceBatch) -> Hits:
-    """Sees traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.
+    """Detect traces with a branch longer than --max-tokens, by default the config's max_position_embeddings.
 
-    Threshold: any trace; past its positions a model was never trained, and a forward pass may fail.
+    Threshold: any trace, because a model is not trained past its positions, and a forward pass may fail there.
     """
     if not (limit := getattr(look.options, "max_tokens", None)):
         return Hits()
@@ -141,15 +146,16 @@ def overlong(look: TraceBatch) -> Hits:
     "traces",
     costs=0.0,
     wrong=1.0,
-    hurts="Without a reward there is no advantage: such a trace trains nothing, and its group has a baseline of fewer.",
-    cure="Say where the records hold it: --map.reward PATH; what seems to be meant is listed as `found`. Else score "
-    "them: tracegrad score.",
+    impact="A trace without a reward has no advantage, so it is not trained. The baseline of its group is computed "
+    "from fewer traces.",
+    fix="If the records store the reward, pass --map.reward PATH; likely fields are listed as `found`. Otherwise "
+    "score the traces with tracegrad score.",
     hides=("equal_rewards",),
 )
 def no_rewards(look: TraceBatch) -> Hits:
-    """Sees traces that have no finite reward, neither `reward` nor any of `rewards`, nor one on a message.
+    """Detect traces without a finite reward: neither `reward`, nor any of `rewards`, nor a reward on a message.
 
-    Threshold: any trace costs itself; wrong where none has one.
+    Threshold: any trace costs; wrong if no trace has a reward.
     """
     sequences = look.sequences
     owner = np.repeat(np.arange(sequences.traces), np.diff(sequences.cu_turns))
@@ -162,14 +168,15 @@ def no_rewards(look: TraceBatch) -> Hits:
     "prompts that are held out for evaluation",
     "traces",
     wrong=0.0,
-    hurts="An evaluation on prompts that were trained on measures memory: its figure says nothing of new prompts.",
-    cure="Take these traces out of the training file, or other prompts for the evaluation.",
+    impact="An evaluation on prompts that were trained on measures memory. Its result does not apply to new prompts.",
+    fix="Remove these traces from the training file, or evaluate on other prompts.",
 )
 def contaminated(look: TraceBatch) -> Hits:
-    """Sees traces whose first prompt is, message for message, one of the file given with --held-out.
+    """Detect traces whose first prompt equals a prompt in the file passed as --held-out, message by message.
 
-    Threshold: any trace. Equal are role and content of all messages before the first turn but system ones, white space
-    at the ends aside; prompt ids where a record has no messages.
+    Threshold: any trace. Two prompts are equal if the roles and contents of all messages before the first turn are
+    equal. System and developer messages are ignored, and so is white space at the ends. If a record has no messages,
+    prompt ids are compared.
     """
     held_out = getattr(look.options, "held_out", None)
     if held_out is None:
@@ -186,34 +193,35 @@ def contaminated(look: TraceBatch) -> Hits:
     "traces",
     note=0.0,
     costs=0.05,
-    hurts="What was sampled last is not where they end: a reward for the answer that would follow is given to an "
-    "earlier one.",
-    cure="Trajectories that were cut off: leave them. Else the answer was recorded apart: put it behind the messages, "
-    'or write {"request": {"messages": [...]}, "response": {...}}.',
+    impact="The last sampled turn is not the end of the conversation. A reward for the missing answer is assigned to "
+    "an earlier turn.",
+    fix="If the trajectories were truncated, leave them. If the answer was recorded separately, append it to the "
+    'messages, or write {"request": {"messages": [...]}, "response": {...}}.',
 )
 def unanswered(look: TraceBatch) -> Hits:
-    """Sees traces whose last message was not sampled, though one before it was.
+    """Detect traces whose last message was not sampled although an earlier message was.
 
-    Threshold: any trace is a note, as a limit of turns leaves such ones; it costs from 5 % of traces.
+    Threshold: a note from one trace, because a limit on turns leaves such traces; costs from 5 % of traces.
     """
     unfinished = look.traces.core.open()
     return Hits(len(unfinished), len(look.traces), look.trace_at(unfinished[0]) if unfinished else None)
 
 
 @check(
-    "choices of a response that are not read",
+    "response choices that are not read",
     "choices",
     costs=0.0,
     wrong=0.01,
-    hurts="Of several choices the first is read. One reward stands beside them: it may be that of another, and what "
-    "the others said is lost.",
-    cure='Name the one that was used, "choice": 2 counted from 0; or write one reward for each of them as a list '
-    "beside the response: then each is a trace.",
+    impact="If a response has several choices, only the first choice is read. The single reward next to them may "
+    "belong to another choice, and the text of the other choices is lost.",
+    fix='Name the choice that was used: "choice": 2, counted from 0. Or write one reward per choice as a list next '
+    "to the response; each choice then becomes a trace.",
 )
 def unused_choices(look: TraceBatch) -> Hits:
-    """Sees single calls whose response has several choices, of which the record does not say which one was used.
+    """Detect single calls whose response has several choices, if the record does not name the choice that was used.
 
-    Threshold: any choice; wrong from 1 % of the choices. In a conversation of several calls the next one says it.
+    Threshold: any choice; wrong from 1 % of the choices. In a conversation of several calls, the next call shows which
+    choice was used.
     """
     counts = np.diff(look.first_generation)
     unused, first = 0, None

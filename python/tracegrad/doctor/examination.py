@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracegrad import _html, data
 from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, FieldMap
+from tracegrad.config import Data, FieldMap, join_list
 from tracegrad.data import Progress, infer_fields, stream
 from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.infer_fields import Candidates
@@ -54,102 +54,113 @@ TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
 
 
 def next_command(
-    named: Sequence[str],
+    sources: Sequence[str],
     model: Path,
-    told: FieldMap,
+    mapping: FieldMap,
     kind: str | None,
-    found: Sequence[Finding],
-    whole: DatasetStats,
-    seems: tuple[Candidates, Sequence[str]],
+    findings: Sequence[Finding],
+    stats: DatasetStats,
+    guesses: tuple[Candidates, Sequence[str]],
     rescored: bool = False,
     defaults: str | None = None,
 ) -> str:
     """Return the command to run next; "" if no command would work.
 
-    It is `tracegrad train` in most cases, or `score` if nothing looks like a reward. It is `doctor --rescore` if only
-    bigram counts suggest shifted logprobs, and `doctor` with a flag if the temperature is stored in a field that is not
-    mapped.
+    It is `tracegrad train` in most cases, or `score` if nothing looks like a reward. It is `doctor --check-logprobs` if
+    only bigram counts suggest shifted logprobs. It is `doctor` with a flag if the temperature is stored in a field that
+    is not mapped.
     """
-    by_name = {finding.name: finding for finding in found}
-    wrong = {finding.name for finding in found if finding.severity == Severity.WRONG}
+    by_name = {finding.name: finding for finding in findings}
+    wrong = {finding.name for finding in findings if finding.severity == Severity.WRONG}
     fixable = {*FIXED_BY_FLAG, *LOGPROB_FINDINGS, "shifted_logprobs"}
-    if list(named) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
+    if list(sources) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
         return ""
-    candidates, missing = seems
-    map_flags = [part for name, path in told.told().items() for part in (f"--map.{name}", path)]
+    candidates, missing = guesses
+    map_flags = [part for name, path in mapping.paths().items() for part in (f"--map.{name}", path)]
     if "shifted_logprobs" in wrong:
         options = [
             *(["--logprob-kind", kind] if kind else []),
             *(["--sampling-defaults", defaults] if defaults else []),
         ]
-        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *map_flags, *options, "--rescore"])
+        return shlex.join(
+            ["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options, "--check-logprobs"]
+        )
     map_flags += candidates.flags(missing)
     if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*map_flags}:
         # The temperature decides which distribution the logprobs come from, so the doctor must run again with it.
         options = ["--logprob-kind", kind] if kind else []
-        return shlex.join(["tracegrad", "doctor", *named, "--model", str(model), *map_flags, *options])
+        return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
     no_logprobs = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
     foreign_ids = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
-    text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.of
+    text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.total
     text_only = text_only or bool(wrong.intersection(LOGPROB_FINDINGS) - {"wrong_tokenizer"})
-    text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.of)
-    if not whole.traces:
-        if not (sample := _sample(named, map_flags)):
+    text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.total)
+    if not stats.traces:
+        if not (sample := _sample(sources, map_flags)):
             return ""
         text_only = all(turn.logprobs is None for trace in sample for turn in trace.generations)
     elif "nothing_to_train" in wrong and not (foreign_ids and text_only):
         return ""
     if "reward" in missing and "--map.reward" not in map_flags:
-        score_flags = ["--reward", "mine.py:right", "--text", "--out", "scored.jsonl", "--model", str(model)]
-        skip = ["--on-error", "skip"] if whole.read.bad else []
-        return shlex.join(["tracegrad", "score", *named, *map_flags, *score_flags, *skip])
-    flags = [*map_flags, *_reward_flag(whole), *(TEXT if text_only else ())]
+        score_flags = [
+            "--reward",
+            "mine.py:right",
+            "--reward-input",
+            "text",
+            "--out",
+            "scored.jsonl",
+            "--model",
+            str(model),
+        ]
+        skip = ["--on-error", "skip"] if stats.read.bad else []
+        return shlex.join(["tracegrad", "score", *sources, *map_flags, *score_flags, *skip])
+    flags = [*map_flags, *_reward_flag(stats), *(TEXT if text_only else ())]
     if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in map_flags:
         flags += ["--advantage.baseline", "batch_mean"]
-    elif "lone_traces" in by_name or any(candidate.partial for candidate in candidates.taken(missing)):
-        flags += ["--advantage.singleton", "zero"]
+    elif "lone_traces" in by_name or any(candidate.partial for candidate in candidates.best(missing)):
+        flags += ["--advantage.single_sample_group", "zero"]
     partly = (no_logprobs is not None or foreign_ids is not None) and not text_only
-    if whole.traces and (whole.read.bad or whole.unaligned or partly):
+    if stats.traces and (stats.read.bad or stats.unaligned or partly):
         flags += ["--on-error", "skip"]
     if "equal_rewards" in by_name and not _can_hold_out(by_name["equal_rewards"].hits):
         flags += ["--data.holdout", "0"]
-    if not text_only and (kind is not None or whole.unsaid):
+    if not text_only and (kind is not None or stats.unknown_logprob_kind):
         flags += ["--logprob-kind", kind or "raw"]
     flags += ["--sampling-defaults", defaults] if defaults == "model" else []
-    return shlex.join(["tracegrad", "train", *named, "--model", str(model), "--out", "runs/first", *flags])
+    return shlex.join(["tracegrad", "train", *sources, "--model", str(model), "--out", "runs/first", *flags])
 
 
 def _can_hold_out(equal: Hits) -> bool:
     """Return whether groups with differing rewards remain for training after the default share is held out."""
-    return equal.of - equal.count > max(round(Data().holdout * equal.of), 1)
+    return equal.total - equal.count > max(round(Data().holdout * equal.total), 1)
 
 
-def _reward_flag(whole: DatasetStats) -> list[str]:
+def _reward_flag(stats: DatasetStats) -> list[str]:
     """Return the flag that selects rewards if there are several and none of them is the total.
 
     It selects the first reward that differs between traces. Traces that never have it, such as those of another task,
     use the first of their own.
     """
-    spans, chosen = whole.rewards.spans, list[str]()
+    spans, chosen = stats.rewards.spans, list[str]()
     varying = [name for name, (low, high) in spans.items() if low < high]
     for name in varying:
-        overlaps = any(name in names and set(chosen) & set(names) for names in whole.rewards.together)
-        if not chosen or not (overlaps or "," in name + chosen[0]):
+        overlaps = any(name in names and set(chosen) & set(names) for names in stats.rewards.together)
+        if not (chosen and overlaps):
             chosen.append(name)
-    return ["--data.reward", ",".join(chosen)] if "reward" not in spans and len(spans) > 1 and varying else []
+    return ["--data.reward", join_list(chosen)] if "reward" not in spans and len(spans) > 1 and varying else []
 
 
-def unspecified_lines(whole: DatasetStats) -> list[str]:
+def unspecified_lines(stats: DatasetStats) -> list[str]:
     """Return lines about what the records leave open: which reward to train on, and the kind of the logprobs."""
     lines = []
-    if flag := _reward_flag(whole):
-        spans = list(whole.rewards.spans.items())[:8]
+    if flag := _reward_flag(stats):
+        spans = list(stats.rewards.spans.items())[:8]
         names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
-        lines.append(f"found    several rewards and no total, {names}: {shlex.join(flag)}")
-    lines += describe_reward_choice(list(whole.rewards.spans))
-    if whole.unsaid:
+        lines.append(f"guess    several rewards and no total, {names}: {shlex.join(flag)}")
+    lines += describe_reward_choice(list(stats.rewards.spans))
+    if stats.unknown_logprob_kind:
         kinds = "--logprob-kind raw, vLLM's default, or processed"
-        lines.append(f"found    {whole.unsaid:,} turns do not say what their logprobs are of: {kinds}")
+        lines.append(f"guess    {stats.unknown_logprob_kind:,} turns do not record their logprob kind: {kinds}")
     return lines
 
 
@@ -246,26 +257,26 @@ class Diagnosis:
 
     Args:
         source: the file as the user named it.
-        traces, turns, terms: number of traces read, of sampled turns, and of tokens that would be trained.
+        traces, turns, trained_tokens: number of traces read, of sampled turns, and of tokens that would be trained.
         findings: the worst first; within a severity, the largest share first.
         rewards: a line with their range, their mean and the number of groups; "" if no trace has a reward.
         advice: the recipe recommended for the rescored traces; None if none were rescored.
-        mapped: lines about what was mapped, joined and converted.
-        found: lines about fields that look like the reward, group or session, if you did not specify them, with the
-            flag to pass.
-        following: the command to run next; "" if there is none.
+        mapping_notes: lines about what was mapped, joined and converted.
+        suggestions: lines about fields that look like the reward, group or session, if you did not specify them, each
+            with the flag to pass.
+        next_command: the command to run next; "" if there is none.
     """
 
     source: str
     traces: int
     turns: int
-    terms: int
+    trained_tokens: int
     findings: tuple[Finding, ...]
     rewards: str = ""
     advice: Advice | None = None
-    mapped: tuple[str, ...] = ()
-    found: tuple[str, ...] = ()
-    following: str = ""
+    mapping_notes: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
+    next_command: str = ""
 
     @property
     def severity(self) -> Severity | None:
@@ -279,13 +290,12 @@ class Diagnosis:
 
     def __repr__(self) -> str:
         verdict = "clean" if self.severity is None else self.severity.name.lower()
-        return (
-            f"Diagnosis({verdict}: {len(self.findings)} findings in {self.traces} traces, {self.terms} tokens to train)"
-        )
+        read = f"{self.traces} traces, {self.trained_tokens} tokens to train"
+        return f"Diagnosis({verdict}: {len(self.findings)} findings in {read})"
 
     def _repr_html_(self) -> str:
         rows = [
-            (finding.severity.name, finding.check.title, finding.hits.count, finding.hits.of)
+            (finding.severity.name, finding.check.title, finding.hits.count, finding.hits.total)
             for finding in self.findings
         ]
         return _html.table(repr(self), ("", "finding", "count", "of"), rows)
@@ -297,15 +307,15 @@ class Diagnosis:
             "source": self.source,
             "traces": self.traces,
             "turns": self.turns,
-            "trained_tokens": self.terms,
+            "trained_tokens": self.trained_tokens,
             "rewards": self.rewards,
             "verdict": "clean" if self.severity is None else self.severity.name.lower(),
             "exit_code": self.exit_code,
             "findings": [finding.as_dict() for finding in self.findings[:SHOWN]],
             "more": [finding.name for finding in self.findings[SHOWN:]],
-            "mapped": list(self.mapped),
-            "found": list(self.found),
-            "next": self.following,
+            "mapped": list(self.mapping_notes),
+            "found": list(self.suggestions),
+            "next": self.next_command,
         }
         return result if self.advice is None else {**result, "advice": self.advice.as_dict()}
 
@@ -319,7 +329,7 @@ def diagnose(
     logprob_kind: str | None = None,
     sampling_defaults: Literal["neutral", "model"] | None = None,
     server_profile: str | None = None,
-    rescored: int = 0,
+    check_logprobs: int = 0,
     map: FieldMap | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Diagnosis:
@@ -331,11 +341,11 @@ def diagnose(
         max_tokens: longest trace that can be trained, in tokens; default max_position_embeddings of config.json, if
             present.
         held_out: files of traces whose prompts must not be trained on.
-        logprob_kind: "raw", "processed" or "unknown"; overrides what the records say.
+        logprob_kind: "raw", "processed" or "unknown"; overrides the kind in the records.
         sampling_defaults: how to read options that a request leaves out: as off ("neutral"), or as the model's
             generation_config.json sets them ("model"). None reads them as off, and a finding lists what that file sets.
         server_profile: server that rendered prompts which are not recorded, as for `align`.
-        rescored: number of traces to compare with the model's own logprobs as well; needs torch and transformers.
+        check_logprobs: number of traces to compare with the model's own logprobs as well; needs torch and transformers.
         map: where the records store the fields of a trace.
         progress: called with the progress of reading.
 
@@ -346,36 +356,39 @@ def diagnose(
     """
     if max_tokens is not None and max_tokens < 1:
         raise ArgumentError(
-            f"TG-DOCTOR-001: max_tokens is {max_tokens}. A trace holds at least one token. Leave it out."
+            f"TG-DOCTOR-001: max_tokens is {max_tokens}. A trace has at least one token. "
+            "Omit it, or pass a number from 1."
         )
     paths, model = [os.fspath(source)] if isinstance(source, (str, os.PathLike)) else list(source), Path(model)
     source = ", ".join(paths)
-    if rescored < 0:
+    if check_logprobs < 0:
         raise ArgumentError(
-            f"TG-DOCTOR-002: rescored is {rescored}. It is a number of traces. Leave it out, or give one from 1."
+            f"TG-DOCTOR-002: rescored is {check_logprobs}. It is a number of traces. Omit it, or pass a number from 1."
         )
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or max_position_embeddings(model), _held_out(held_out))
     vocabulary = Vocabulary.of(tokenizer)
     defaults = model_defaults(model)
     server_defaults = defaults if sampling_defaults == "model" else None
-    whole, hits = DatasetStats(source), {check.name: Hits() for check in BATCH_CHECKS}
+    stats, hits = DatasetStats(source), {check.name: Hits() for check in BATCH_CHECKS}
     traces = stream(paths, map=map, batch=BATCH, on_error="skip", progress=progress)
-    sample = SpreadSample(rescored)
+    sample = SpreadSample(check_logprobs)
     for part in traces:
-        settings = {
-            "logprob_kind": logprob_kind,
-            "server_profile": server_profile,
-            "sampling_defaults": server_defaults,
-        }
-        sequences = align(part, tokenizer, **settings, on_error="skip")
+        sequences = align(
+            part,
+            tokenizer,
+            logprob_kind=logprob_kind,
+            server_profile=server_profile,
+            sampling_defaults=server_defaults,
+            on_error="skip",
+        )
         look = TraceBatch(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
-        whole.add(look)
+        stats.add(look)
         for check in BATCH_CHECKS:
             hits[check.name] += check.run(look)
         sample.add(part)
-    whole.read = traces.read_report
-    hits |= {check.name: check.run(whole) for check in OF_FILES}
+    stats.read = traces.read_report
+    hits |= {check.name: check.run(stats) for check in OF_FILES}
     sampling = (logprob_kind, server_defaults, server_profile)
     comparison = rescore.rescore(sample.traces(), model, tokenizer, *sampling) if sample.kept else None
     if comparison is not None:
@@ -389,37 +402,37 @@ def diagnose(
         _sorted([finding for finding in results if finding is not None]),
         comparison and comparison.advice,
     )
-    if not whole.traces and not findings:
+    if not stats.traces and not findings:
         notes = "; ".join(" ".join(line.split()) for line in traces.lines())
         raise ReadError(
-            f"TG-DOCTOR-003: {source}: no trace was found in it{f' ({notes})' if notes else ''}. Its records hold no "
-            "call of a model with an answer. Check that it is the right file, and that what wrote it did not break "
-            "off."
+            f"TG-DOCTOR-003: {source}: it contains no trace{f' ({notes})' if notes else ''}. None of its records is "
+            "a model call with an answer. Check that it is the right file, and that its recorder did not stop early."
         )
     map, names = map or FieldMap(), {finding.name for finding in results if finding is not None}
-    missing = _unspecified(map, names, whole)
+    missing = _unspecified(map, names, stats)
     guesses = infer_fields.infer(paths, map, missing) if missing else infer_fields.Candidates(0, ())
-    context = (map, logprob_kind, findings, whole, (guesses, missing), bool(comparison), sampling_defaults)
+    context = (map, logprob_kind, findings, stats, (guesses, missing), bool(comparison), sampling_defaults)
     following = next_command(paths, model, *context)
     if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
-    totals, lines = (whole.traces, whole.turns, whole.terms), (*guesses.lines(missing), *unspecified_lines(whole))
-    return Diagnosis(source, *totals, findings, whole.rewards.line(), advice, tuple(traces.lines()), lines, following)
+    totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
+    return Diagnosis(source, *totals, findings, stats.rewards.line(), advice, tuple(traces.lines()), lines, following)
 
 
 def _with_kept_mass(hits: Hits, mass: tuple[float, float]) -> Hits:
     """Return the hits of truncated sampling, with the kept mass that rescoring measured."""
-    description = hits.found.partition(";")[0]
+    description = hits.description.partition(";")[0]
     return replace(
-        hits, found=f"{description}; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by --rescore"
+        hits,
+        description=f"{description}; kept mass S {mass[0]:.3f} on average, {mass[1]:.3f} at least, by --check-logprobs",
     )
 
 
-def _unspecified(mapping: FieldMap, names: set[str], whole: DatasetStats) -> list[str]:
+def _unspecified(mapping: FieldMap, names: set[str], stats: DatasetStats) -> list[str]:
     """Return which of reward, group, sampling and session neither the records nor the user specify."""
-    missing = ["reward"] * (not whole.traces or not whole.rewards.spans)
-    missing += ["group"] * ("lone_traces" in names or not whole.grouped)
-    missing += ["sampling"] * bool(whole.heatless and not mapping.temperature)
+    missing = ["reward"] * (not stats.traces or not stats.rewards.spans)
+    missing += ["group"] * ("lone_traces" in names or not stats.grouped)
+    missing += ["sampling"] * bool(stats.without_temperature and not mapping.temperature)
     return [name for name in [*missing, "session"] if not getattr(mapping, name)]
 
 

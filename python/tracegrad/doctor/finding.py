@@ -66,19 +66,19 @@ class Hits:
 
     Args:
         count: how many were hit.
-        of: how many were checked; the thresholds apply to count / of.
+        total: how many were checked; the thresholds apply to count / of.
         first: the first place, None if there is none.
-        found: description of the first hit, or of all hits.
+        description: description of the first hit, or of all hits.
     """
 
     count: int = 0
-    of: int = 0
+    total: int = 0
     first: Place | None = None
-    found: str = ""
+    description: str = ""
 
     def __add__(self, other: "Hits") -> "Hits":
         first = self if self.count else other
-        return Hits(self.count + other.count, self.of + other.of, first.first, first.found)
+        return Hits(self.count + other.count, self.total + other.total, first.first, first.description)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Check:
         title: the finding in a few words.
         unit: what is counted: turns, traces, groups, tokens, records, versions.
         levels: severity to the share of hits from which the finding has it; a share of 0 means any hit.
-        hurts: the impact on training.
-        cure: the fix.
+        impact: the impact on training.
+        fix: the fix.
         run: the function. Its docstring describes what it detects, its threshold, and the reason for that threshold.
         hides: names of checks whose findings only repeat this one if this one is WRONG.
     """
@@ -100,14 +100,14 @@ class Check:
     title: str
     unit: str
     levels: Mapping[Severity, float]
-    hurts: str
-    cure: str
+    impact: str
+    fix: str
     run: Callable[[Any], Hits]
     hides: tuple[str, ...] = ()
 
     def finding(self, hits: Hits) -> "Finding | None":
         """Return the finding for these hits; None if they reach no severity."""
-        share = hits.count / hits.of if hits.of else math.inf
+        share = hits.count / hits.total if hits.total else math.inf
         reached = [level for level, least in self.levels.items() if hits.count and share >= least]
         return Finding(self, max(reached), hits) if reached else None
 
@@ -134,7 +134,7 @@ class Finding:
     @property
     def share(self) -> float | None:
         """Share of hits among what was checked; None if nothing was counted."""
-        return self.hits.count / self.hits.of if self.hits.of else None
+        return self.hits.count / self.hits.total if self.hits.total else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of this finding in the `--json` output."""
@@ -144,12 +144,12 @@ class Finding:
             "severity": self.severity.name.lower(),
             "title": self.check.title,
             "count": self.hits.count,
-            "of": self.hits.of,
+            "of": self.hits.total,
             "unit": self.check.unit,
             "first": None if first is None else asdict(first),
-            "found": self.hits.found,
-            "hurts": self.check.hurts,
-            "cure": self.check.cure,
+            "found": self.hits.description,
+            "impact": self.check.impact,
+            "fix": self.check.fix,
         }
 
 
@@ -157,8 +157,8 @@ def check(
     title: str,
     unit: str = "turns",
     *,
-    hurts: str,
-    cure: str,
+    impact: str,
+    fix: str,
     note: float | None = None,
     costs: float | None = None,
     wrong: float | None = None,
@@ -172,6 +172,6 @@ def check(
     levels = {level: share for level, share in shares.items() if share is not None}
 
     def decorate(run: Callable[[Any], Hits]) -> Check:
-        return Check(run.__name__, title, unit, levels, hurts, cure, run, hides)
+        return Check(run.__name__, title, unit, levels, impact, fix, run, hides)
 
     return decorate

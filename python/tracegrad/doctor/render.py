@@ -11,8 +11,8 @@ HEAD = {
     Severity.COSTS: "it can be trained on, at a cost",
     Severity.NOTE: "it can be trained on",
 }
-AROUND = "training on it as it stands would be wrong; the command after `next` goes around that"
-SCORED = "training on it as it stands would be wrong; the command after `next` gives it what it lacks"
+AROUND = "training on it as it is would be wrong; the command after `next` avoids the problem"
+SCORED = "training on it as it is would be wrong; the command after `next` adds the missing rewards"
 LONGEST, MOST_TYPED = 300, 1 << 17
 
 
@@ -23,24 +23,25 @@ def render_lines(diagnosis: Diagnosis) -> list[str]:
     The command to run next comes last.
     """
     source, findings = printable(diagnosis.source), diagnosis.findings
-    summary = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.terms:,} tokens to train in {source}"
+    counts = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.trained_tokens:,} tokens to train"
+    summary = f"{counts} in {source}"
     rewards = [f"         {diagnosis.rewards}"] if diagnosis.rewards else []
     if diagnosis.severity is None:
-        first = [f"clean    {summary}: nothing found", *rewards, *map(printable, diagnosis.mapped)]
-        return [*first, *_found(diagnosis), *_advised(diagnosis), *_following(diagnosis)]
+        first = [f"clean    {summary}: nothing found", *rewards, *map(printable, diagnosis.mapping_notes)]
+        return [*first, *_suggestion_lines(diagnosis), *_advice_lines(diagnosis), *_next_lines(diagnosis)]
     count = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
-    shown = [line for finding in findings[:SHOWN] for line in ["", *_lines(finding)]]
+    shown = [line for finding in findings[:SHOWN] for line in ["", *_finding_lines(finding)]]
     more = ", ".join(finding.name for finding in findings[SHOWN:])
     return [
         f"{diagnosis.severity.name.lower():<8} {summary}",
         *rewards,
         f"         {count}; {_verdict(diagnosis)}",
-        *map(printable, diagnosis.mapped),
+        *map(printable, diagnosis.mapping_notes),
         *shown,
         *(["", f"more     {more}"] if more else []),
-        *_found(diagnosis),
-        *_advised(diagnosis),
-        *_following(diagnosis),
+        *_suggestion_lines(diagnosis),
+        *_advice_lines(diagnosis),
+        *_next_lines(diagnosis),
     ]
 
 
@@ -48,44 +49,44 @@ def _verdict(diagnosis: Diagnosis) -> str:
     """Return what the worst finding means, and whether the suggested command avoids the problem."""
     if diagnosis.severity == Severity.WRONG:
         for verb, verdict in (("train", AROUND), ("score", SCORED)):
-            if diagnosis.following.startswith(f"tracegrad {verb} "):
+            if diagnosis.next_command.startswith(f"tracegrad {verb} "):
                 return verdict
     return HEAD[diagnosis.severity or Severity.NOTE]
 
 
-def _found(diagnosis: Diagnosis) -> list[str]:
-    return ["", *map(printable, diagnosis.found)] if diagnosis.found else []
+def _suggestion_lines(diagnosis: Diagnosis) -> list[str]:
+    return ["", *map(printable, diagnosis.suggestions)] if diagnosis.suggestions else []
 
 
-def _following(diagnosis: Diagnosis) -> list[str]:
+def _next_lines(diagnosis: Diagnosis) -> list[str]:
     """Return the lines of the next command, at full length so that it can be copied."""
-    if not diagnosis.following:
+    if not diagnosis.next_command:
         return []
-    out = ["", f"next     {printable(diagnosis.following, MOST_TYPED)}"]
-    if diagnosis.following.startswith("tracegrad score"):
-        hint = "right(prompts, completions, **columns) of mine.py gives a number for each text: docs/your-logs.md"
+    out = ["", f"next     {printable(diagnosis.next_command, MOST_TYPED)}"]
+    if diagnosis.next_command.startswith("tracegrad score"):
+        hint = "right(prompts, completions, **columns) in mine.py returns one number per text: docs/your-logs.md"
         out.append(f"         {hint}")
     return out
 
 
-def _lines(finding: Finding) -> list[str]:
+def _finding_lines(finding: Finding) -> list[str]:
     hits = finding.hits
-    share = f" of {hits.of:,}" if hits.of else ""
+    share = f" of {hits.total:,}" if hits.total else ""
     out = [f"{finding.severity.name:<8} {finding.check.title}: {hits.count:,}{share} {finding.check.unit}"]
     if hits.first is not None:
         out.append(f"  first  {printable(str(hits.first))}")
-    if hits.found:
-        out += _row("found", printable(hits.found))
-    return [*out, *_row("hurts", finding.check.hurts), *_row("cure", finding.check.cure)]
+    if hits.description:
+        out += _row("found", printable(hits.description))
+    return [*out, *_row("impact", finding.check.impact), *_row("fix", finding.check.fix)]
 
 
-def _advised(diagnosis: Diagnosis) -> list[str]:
+def _advice_lines(diagnosis: Diagnosis) -> list[str]:
     """Return lines with the recommended recipe, the reason and deciding figure; none unless traces were rescored."""
     if (advice := diagnosis.advice) is None:
         return []
-    rows = [*_row("why", advice.reason), *_row("figure", advice.decided), *_row("saw", str(advice.measured))]
+    rows = [*_row("why", advice.reason), *_row("figure", advice.evidence), *_row("sample", str(advice.measured))]
     rows += _row("record", advice.record) if advice.record else []
-    return ["", f"advice   train with {advice.name}: {advice.spoken}", *rows]
+    return ["", f"advice   train with {advice.name}: {advice.flags}", *rows]
 
 
 def _row(head: str, text: str) -> list[str]:

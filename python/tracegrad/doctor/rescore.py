@@ -35,7 +35,7 @@ class LogprobComparison:
         cu_turns: [N+1] offsets of the turns.
         first: place of each turn, N places.
         advice: the recipe recommended by what was measured on these traces.
-        seen: which tokens come after images; None if there is no image.
+        images: which tokens come after images; None if there is no image.
         broken: images that cannot be decoded. Their traces are left out here.
     """
 
@@ -44,7 +44,7 @@ class LogprobComparison:
     cu_turns: Array
     first: list[Place]
     advice: Advice
-    seen: "ImageContext | None" = None
+    images: "ImageContext | None" = None
     broken: Hits = field(default_factory=Hits)
 
     def lags(self) -> LagTest:
@@ -57,12 +57,12 @@ class ImageContext:
     """Images before rescored tokens.
 
     Args:
-        behind: [M] bool: whether a token has an image before it in its branch.
+        after_image: [M] bool: whether a token has an image before it in its branch.
         pictures, transparent: number of distinct images, and of those with transparent pixels.
         backend: library that resizes the images here.
     """
 
-    behind: Array
+    after_image: Array
     pictures: int
     transparent: int
     backend: str
@@ -76,122 +76,132 @@ class ImageContext:
         marks[images.tokens(sequences.cu_seqlens) + 1] = 1
         total = marks.cumsum()
         start = np.repeat(sequences.cu_seqlens[:-1], np.diff(sequences.cu_seqlens))[terms]
-        rows = np.unique(images.picture).tolist()
+        rows = np.unique(images.image).tolist()
         media_types, table = images.pictures.media_type, images.pictures
         transparent = sum(is_transparent(table.bytes_of(row), media_types[row]) for row in rows)
         return cls(total[terms] > total[start], len(rows), transparent, images.rule.processor.backend)
 
-    def words(self, gap: Array) -> str:
+    def describe(self, gap: Array) -> str:
         """Return how large the gaps [M] are after images and elsewhere, and what may cause a difference."""
-        places = (("behind pictures", self.behind), ("elsewhere", ~self.behind))
+        places = (("after images", self.after_image), ("elsewhere", ~self.after_image))
         gaps = [f"{gap[mask].mean():.2g} nats on {mask.sum():,} tokens {place}" for place, mask in places if mask.any()]
         parts = [", ".join(gaps)]
-        parts.append(f"pictures are resized by {self.backend} here")
+        parts.append(f"images are resized by {self.backend} here")
         if self.transparent:
             parts.append(
-                f"{self.transparent:,} of {self.pictures:,} have transparent pixels, which show white here: a server "
-                "with another colour saw another picture"
+                f"{self.transparent:,} of {self.pictures:,} have transparent pixels, which are white here: a server "
+                "with another colour showed another image"
             )
         return "; ".join(parts)
 
 
 @check(
-    "logprobs that this model does not give",
+    "logprobs that differ from this model's",
     "tokens",
     note=0.01,
     costs=0.05,
     wrong=0.5,
-    hurts="Where recorded and recomputed logprobs differ before the first step, the ratio starts far from 1: terms are "
-    "clipped or masked for a difference that no training made.",
-    cure="Give --model the weights that sampled. If it has them, look at temperature, template and precision.",
+    impact="If recorded and recomputed logprobs differ before the first step, the ratio starts far from 1. Tokens "
+    "are clipped or masked for a difference that training did not cause.",
+    fix="Pass the weights that sampled the traces as --model. If you did, check temperature, template and precision.",
 )
-def other_model(found: LogprobComparison) -> Hits:
-    """Sees recorded logprobs more than 0.5 nats from those of the model in --model; only with --rescore.
+def other_model(comparison: LogprobComparison) -> Hits:
+    """Detect recorded logprobs that differ by more than 0.5 nats from the logprobs of --model; only with
+    --check-logprobs.
 
-    Threshold: a note from 1 % of tokens, as engines in bf16 differ on a few; it costs from 5 %, where the policy has
-    moved on; wrong from half, where it is another model.
+    Threshold: a note from 1 % of tokens, because engines in bf16 differ on a few. Costs from 5 %: the policy has
+    changed since. Wrong from half: it is another model.
     """
-    differing = np.flatnonzero(np.abs(found.recorded - found.recomputed) > APART)
+    differing = np.flatnonzero(np.abs(comparison.recorded - comparison.recomputed) > APART)
     if not len(differing):
-        return Hits(0, len(found.recorded))
+        return Hits(0, len(comparison.recorded))
     index = int(differing[0])
-    place = _place(found, index)
-    description = f"recorded {found.recorded[index]:.3f}, the model gives {found.recomputed[index]:.3f}"
-    return Hits(len(differing), len(found.recorded), place, description + _image_note(found))
+    place = _place(comparison, index)
+    description = f"recorded {comparison.recorded[index]:.3f}, the model computes {comparison.recomputed[index]:.3f}"
+    return Hits(len(differing), len(comparison.recorded), place, description + _image_note(comparison))
 
 
 @check(
-    "recorded logprobs that are the trainer's own",
+    "recorded logprobs that the trainer computed",
     "tokens",
     costs=0.0,
-    hurts="The ratio is exactly 1 at every token, whatever the server sampled from: a difference between server and "
+    impact="The ratio is exactly 1 at every token, whatever the server sampled from. A difference between server and "
     "trainer, or an older policy, is not corrected, and no metric shows it.",
-    cure="Record the logprobs that the server returned with the tokens. Recomputed ones are `old_logprobs`, never "
-    "those of the policy that sampled.",
+    fix="Record the logprobs that the server returned with the tokens. Recomputed logprobs are `old_logprobs`, never "
+    "the logprobs of the policy that sampled.",
 )
-def own_logprobs(found: LogprobComparison) -> Hits:
-    """Sees recorded logprobs that are equal to the recomputed ones to the last bit of float32; only with --rescore.
+def own_logprobs(comparison: LogprobComparison) -> Hits:
+    """Detect recorded logprobs that equal the recomputed ones to the last bit of float32; only with --check-logprobs.
 
-    Threshold: 99 % of at least 64 tokens below probability 0.999: other code for the same weights, or another batch,
-    sums in another order, which moves most logprobs by some bits.
+    Threshold: 99 % of at least 64 tokens below probability 0.999. Other code for the same weights, or another batch,
+    sums in another order, which changes most logprobs by some bits.
     """
-    recorded, recomputed = (logprobs.astype(np.float32) for logprobs in (found.recorded, found.recomputed))
+    recorded, recomputed = (logprobs.astype(np.float32) for logprobs in (comparison.recorded, comparison.recomputed))
     uncertain = np.flatnonzero(recorded < -1e-3)
     same = recorded[uncertain] == recomputed[uncertain]
     if len(uncertain) < OWN_TOKENS or same.mean() < OWN_SHARE:
         return Hits(0, len(uncertain))
-    return Hits(int(same.sum()), len(uncertain), _place(found, int(uncertain[same.argmax()])), "equal to the last bit")
+    return Hits(
+        int(same.sum()), len(uncertain), _place(comparison, int(uncertain[same.argmax()])), "equal to the last bit"
+    )
 
 
 @check(
-    "logprobs behind pictures that are further off than those of text",
+    "larger logprob differences after images than in text",
     "tokens",
     note=0.05,
     costs=0.2,
-    hurts="The weights and the text are the server's, and the pixels are not: the policy is trained on pictures that "
-    "the one that was sampled did not see, and the ratio begins far from 1 where it matters.",
-    cure="Record the bytes that were sent, not a copy in another format or size. Give --model the server's "
-    "preprocessor_config.json. Install torchvision: servers resize by it, and Pillow's pixels differ by a level. A "
-    "server that lays transparent pixels on another colour (media_io_kwargs) needs pictures without them.",
+    impact="The weights and the text match the server's, but the pixels do not. The policy is trained on images that "
+    "the sampling policy did not see, and the ratio starts far from 1 after them.",
+    fix="Record the bytes that were sent, not a copy in another format or size. Use the server's "
+    "preprocessor_config.json in the --model folder. Install torchvision: servers resize with it, and Pillow's pixels "
+    "differ by one level. If the server fills transparent pixels with another colour (media_io_kwargs), record images "
+    "without them.",
 )
-def other_pictures(found: LogprobComparison) -> Hits:
-    """Sees tokens behind pictures whose logprob is more than 0.02 nats, and four times what 95 % of those of text are,
-    from the model's; 0.1 nats where there is no text. Only with --rescore.
+def other_pictures(comparison: LogprobComparison) -> Hits:
+    """Detect tokens after images whose logprob differs from the model's by more than 0.02 nats plus four times the 95 %
+    quantile of text tokens. Without text tokens the limit is 0.1 nats. Only with --check-logprobs.
 
-    Threshold: a note from 5 % of the tokens behind pictures; it costs from 20 %. A vision tower in bf16 is further off
-    than text, hence four times. On a random Qwen3-VL a picture that was written again as JPEG moved logprobs by up to
-    0.5 nats, alpha on another colour by 0.8, forgotten pixels by 1.4 to 2.9; Pillow in place of torchvision by 0.001,
-    which is not found.
+    Threshold: a note from 5 % of the tokens after images; costs from 20 %. The factor of four is for a vision tower in
+    bf16, which differs more than text. On a random Qwen3-VL, an image that was saved again as JPEG changed logprobs by
+    up to 0.5 nats, transparent pixels on another colour by 0.8, and omitted pixels by 1.4 to 2.9. Pillow instead of
+    torchvision changed them by 0.001, which is not detected.
     """
-    if found.seen is None or not found.seen.behind.any():
+    if comparison.images is None or not comparison.images.after_image.any():
         return Hits()
-    gap, behind = np.abs(found.recorded - found.recomputed), found.seen.behind
+    gap, behind = np.abs(comparison.recorded - comparison.recomputed), comparison.images.after_image
     threshold = ALONE if behind.all() else FURTHER + 4 * float(np.quantile(gap[~behind], 0.95))
     further = np.flatnonzero(behind & (gap > threshold))
     if not len(further):
         return Hits(0, int(behind.sum()))
-    return Hits(len(further), int(behind.sum()), _place(found, int(further[0])), _image_note(found).removeprefix("; "))
+    return Hits(
+        len(further), int(behind.sum()), _place(comparison, int(further[0])), _image_note(comparison).removeprefix("; ")
+    )
 
 
 @check(
-    "pictures that cannot be decoded",
-    "pictures",
+    "images that cannot be decoded",
+    "images",
     wrong=0.0,
-    hurts="A picture is decoded when its batch is sent: a run stops there, at whatever step that is.",
-    cure="Leave their traces out, or record the files whole. Where a server answered after such a file, it was read "
-    "by more forgiving code than Pillow's, and what the policy saw is not known.",
+    impact="An image is decoded when its batch is sent to the device, so a run stops at that step.",
+    fix="Remove their traces, or record the complete files. If a server answered after such a file, its decoder is "
+    "more tolerant than Pillow, and the pixels that the policy saw are unknown.",
 )
-def broken_pictures(found: LogprobComparison) -> Hits:
-    """Sees pictures of the rescored traces whose header is read and whose pixels are not: cut off, of another size than
-    the header says, with a broken stream; only with --rescore, which leaves their traces out.
+def broken_pictures(comparison: LogprobComparison) -> Hits:
+    """Detect images of the rescored traces whose header can be read but whose pixels cannot: truncated, of another size
+    than the header states, or with a broken stream. Only with --check-logprobs, which skips their traces.
 
-    Threshold: any picture.
+    Threshold: any image.
     """
-    return found.broken
+    return comparison.broken
 
 
 def _image_note(rescored: LogprobComparison) -> str:
-    return "" if rescored.seen is None else f"; {rescored.seen.words(np.abs(rescored.recorded - rescored.recomputed))}"
+    return (
+        ""
+        if rescored.images is None
+        else f"; {rescored.images.describe(np.abs(rescored.recorded - rescored.recomputed))}"
+    )
 
 
 def _place(rescored: LogprobComparison, at: int) -> Place:
@@ -212,12 +222,14 @@ def rescore(
     Return None if no token is trained and no image is broken. If no token has a recorded logprob, there is nothing to
     compare: the result has only the advice.
     """
-    settings: dict[str, Any] = {
-        "logprob_kind": logprob_kind,
-        "sampling_defaults": sampling_defaults,
-        "server_profile": server_profile,
-    }
-    aligned = align(traces, tokenizer, **settings, on_error="skip")
+    aligned = align(
+        traces,
+        tokenizer,
+        logprob_kind=logprob_kind,
+        sampling_defaults=sampling_defaults,
+        server_profile=server_profile,
+        on_error="skip",
+    )
     index_of = {trace.id: index for index, trace in enumerate(traces)}
     sequences, broken = _without_broken_images(aligned, lambda row: Place.of(traces, index_of[aligned.trace_ids[row]]))
     if not len(sequences.terms) and not broken.count:
@@ -236,9 +248,9 @@ def rescore(
         for trace_id in [sequences.trace_ids[owner[index]]]
     ]
     cu = np.concatenate([start, [len(terms)]])
-    seen = ImageContext.of(sequences, terms)
+    image_context = ImageContext.of(sequences, terms)
     return LogprobComparison(
-        sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, seen, broken
+        sequences.rollout_logprobs[terms].astype(np.float64), recomputed, cu, first, advice, image_context, broken
     )
 
 
@@ -250,11 +262,11 @@ def _without_broken_images(sequences: Sequences, place: Callable[[int], Place]) 
     if (images := sequences.images) is None:
         return sequences, Hits()
     table, errors = images.pictures, dict[int, str]()
-    rows = np.unique(images.picture).tolist()
+    rows = np.unique(images.image).tolist()
     for row in rows:
         size, name = (
             (int(table.width[row]), int(table.height[row])),
-            f"picture {table.digest[row].tobytes().hex()[:16]}",
+            f"image {table.digest[row].tobytes().hex()[:16]}",
         )
         try:
             decode_image(table.bytes_of(row), name, table.media_type[row], size)
@@ -262,11 +274,11 @@ def _without_broken_images(sequences: Sequences, place: Callable[[int], Place]) 
             errors[row] = str(error)
     if not errors:
         return sequences, Hits(0, len(rows))
-    spans = np.flatnonzero(np.isin(images.picture, list(errors)))
+    spans = np.flatnonzero(np.isin(images.image, list(errors)))
     owners = sequences.trace[np.searchsorted(images.cu_images, spans, side="right") - 1]
-    kept = np.setdiff1d(np.arange(sequences.traces), owners)
-    hits = Hits(len(errors), len(rows), place(int(owners[0])), errors[int(images.picture[spans[0]])])
-    return subset(sequences, kept)[0], hits
+    intact = np.setdiff1d(np.arange(sequences.traces), owners)
+    hits = Hits(len(errors), len(rows), place(int(owners[0])), errors[int(images.image[spans[0]])])
+    return subset(sequences, intact)[0], hits
 
 
 def _recomputed(sequences: Sequences, model: Path) -> Array:
@@ -278,14 +290,14 @@ def _recomputed(sequences: Sequences, model: Path) -> Array:
         from tracegrad.trainer.lora import load_model
     except ImportError as error:
         raise ArgumentError(
-            f"TG-DOCTOR-004: --rescore needs {error.name}, which is not installed. The other checks work without it. "
-            "pip install 'tracegrad[train]', or leave --rescore out."
+            f"TG-DOCTOR-004: --check-logprobs needs {error.name}, which is not installed. "
+            "The other checks work without it. Run pip install 'tracegrad[train]', or omit --check-logprobs."
         ) from error
     out = np.full(sequences.tokens, np.nan)
     longest = int(np.diff(sequences.cu_seqlens).max())
     policy = load_model(model)
     with torch.no_grad():
-        for step in pack(sequences, np.zeros(sequences.traces), token_budget=max(ROW, longest), per="trace"):
+        for step in pack(sequences, np.zeros(sequences.traces), tokens_per_row=max(ROW, longest), per="trace"):
             for batch in step.batches:
                 out[step.origin[batch.term]] = logprobs(policy, batch.to("cpu")).double().numpy()
     return out

@@ -28,7 +28,7 @@ CHOICE = re.compile(rb'"choice"\s*:\s*(\d+)')
 
 
 class Hashes:
-    """Set of 64-bit integers that takes 8 bytes each.
+    """Set of 64-bit integers with 8 bytes each.
 
     They are kept as sorted arrays; the last two arrays are merged if they have similar sizes.
     """
@@ -54,10 +54,10 @@ class Hashes:
 
 
 COPY_DESCRIPTIONS = (
-    "the same record, id included, stands earlier in the file",
-    "responses with the same ids stand earlier in the file",
-    "the same tokens with the same logprobs stand earlier in the file",
-    "the same tokens stand earlier in the file",
+    "the same record, including its id, occurs earlier in the file",
+    "responses with the same ids occur earlier in the file",
+    "the same tokens with the same logprobs occur earlier in the file",
+    "the same tokens occur earlier in the file",
 )
 
 
@@ -68,19 +68,19 @@ class Duplicates:
     seen: Hashes = field(default_factory=Hashes)
     count: int = 0
     first: Place | None = None
-    found: str = ""
+    description: str = ""
 
     def add(self, look: TraceBatch) -> None:
         """Look up each trace of the batch, then remember it."""
         trace, kind, mark = _marks(look)
-        repeated = {int(look.trace[g]): text for g, (_, text) in sorted(look.drift(30).items(), reverse=True)}
+        repeated = {int(look.trace[g]): text for g, (_, text) in sorted(look.mismatches(30).items(), reverse=True)}
         repeats = np.flatnonzero(self.seen.add(mark))
         for row in repeats[::-1]:
             repeated[int(trace[row])] = COPY_DESCRIPTIONS[kind[row]]
         self.count += len(repeated)
         if repeated and self.first is None:
             index = min(repeated)
-            self.first, self.found = look.trace_at(index), repeated[index]
+            self.first, self.description = look.trace_at(index), repeated[index]
 
 
 def _marks(look: TraceBatch) -> tuple[Array, Array, Array]:
@@ -105,8 +105,8 @@ def _marks(look: TraceBatch) -> tuple[Array, Array, Array]:
 
 def _improbable_marks(look: TraceBatch) -> list[tuple[int, int, int]]:
     """Return marks of traces, greedy ones excepted, whose tokens are too improbable to be drawn twice by chance."""
-    owner = look.trace[look.own_generation]
-    ids, logprobs = look.sequences.ids[look.own], look.sequences.rollout_logprobs[look.own]
+    owner = look.trace[look.sampled_generation]
+    ids, logprobs = look.sequences.ids[look.sampled], look.sequences.rollout_logprobs[look.sampled]
     cu = np.searchsorted(owner, np.arange(len(look.traces) + 1))
     known_before = np.concatenate([[0], np.cumsum(~np.isnan(logprobs))])
     surprise_before = np.concatenate([[0.0], np.cumsum(-np.nan_to_num(logprobs.astype(np.float64)))])
@@ -202,7 +202,7 @@ class UnlikeRewards:
                 self.count += 1
                 if self.first is None:
                     self.first = look.trace_at(int(row))
-                    self.found = f"reward {reward:g}, and {earlier:g} of an equal one of the same record"
+                    self.found = f"reward {reward:g}, but {earlier:g} for an equal trace of the same record"
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Versions:
         for version in np.unique(versions):
             generations = np.flatnonzero(versions == version)
             self.tokens[int(version)] = self.tokens.get(int(version), 0) + int(look["tokens"][generations].sum())
-            self.first.setdefault(int(version), look.at(int(generations[0])))
+            self.first.setdefault(int(version), look.place_of(int(generations[0])))
 
 
 @dataclass(frozen=True)
@@ -251,17 +251,19 @@ class TurnSample:
 
     def add(self, look: TraceBatch) -> None:
         """Add every `stride`-th turn that has known ids, at least 3 tokens and at least one logprob."""
-        sequences, own = look.sequences, look.own
+        sequences, own = look.sequences, look.sampled
         logprobs = sequences.rollout_logprobs[own]
-        cu = np.searchsorted(look.own_generation, np.arange(look.generations + 1))
-        logprob_count = np.bincount(look.own_generation[~np.isnan(logprobs)], minlength=look.generations)
-        eligible = np.flatnonzero(look.known & (np.diff(cu) >= 3) & (logprob_count > 0))
+        cu = np.searchsorted(look.sampled_generation, np.arange(look.generations + 1))
+        logprob_count = np.bincount(look.sampled_generation[~np.isnan(logprobs)], minlength=look.generations)
+        eligible = np.flatnonzero(look.has_known_ids & (np.diff(cu) >= 3) & (logprob_count > 0))
         start, self.count = self.count, self.count + len(eligible)
         for g in eligible[-start % self.stride :: self.stride]:
             position = own[cu[g] : cu[g + 1]]
             before = np.where(position > sequences.cu_seqlens[look.branch[position]], sequences.ids[position - 1], -1)
             tier = int(sequences.tier[position].max())
-            turn = Turn(before, sequences.ids[position], logprobs[cu[g] : cu[g + 1]].copy(), tier, look.at(int(g)))
+            turn = Turn(
+                before, sequences.ids[position], logprobs[cu[g] : cu[g + 1]].copy(), tier, look.place_of(int(g))
+            )
             self.turns.append(turn)
             self.tokens += len(position)
         while self.tokens > SAMPLE_TOKENS and len(self.turns) > 1:
@@ -315,7 +317,7 @@ class SpreadSample:
 
 @dataclass
 class DatasetStats:
-    """Statistics of a whole file.
+    """Statistics of one file.
 
     Args:
         source: the file as the user named it.
@@ -324,9 +326,9 @@ class DatasetStats:
             exact id and logprob, tokens that would be trained.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
         headless: turns in which only the first logprob is missing.
-        promptless, silent: turns without a prompt, and turns without logprobs.
-        heatless: turns with logprobs and without a recorded temperature.
-        unsaid: turns with logprobs of unknown kind at a temperature that is not known to be 1.
+        without_prompt, without_logprobs: turns without a prompt, and turns without logprobs.
+        without_temperature: turns with logprobs and without a recorded temperature.
+        unknown_logprob_kind: turns with logprobs of unknown kind at a temperature that is not known to be 1.
         few: sample of traces whose top_logprobs are read.
     """
 
@@ -346,10 +348,10 @@ class DatasetStats:
     sample: TurnSample = field(default_factory=TurnSample)
     zeros: Zeros = field(default_factory=Zeros)
     headless: Hits = field(default_factory=Hits)
-    promptless: int = 0
-    silent: int = 0
-    unsaid: int = 0
-    heatless: int = 0
+    without_prompt: int = 0
+    without_logprobs: int = 0
+    unknown_logprob_kind: int = 0
+    without_temperature: int = 0
     few: SpreadSample = field(default_factory=lambda: SpreadSample(SAMPLE_TRACES))
 
     @cached_property
@@ -359,7 +361,7 @@ class DatasetStats:
 
     def add(self, look: TraceBatch) -> None:
         """Add one batch."""
-        drift = look.sequences.drift
+        drift = look.sequences.alignment_report
         self.traces += len(look.traces)
         self.turns += look.generations
         self.recorded += drift.recorded
@@ -367,13 +369,13 @@ class DatasetStats:
         self.terms += int(look.sequences.trainable.sum())
         self.unaligned += len(drift.errors)
         self.first_error = self.first_error or next(iter(drift.errors), "")
-        self.headless += look.hits(look.headless)
+        self.headless += look.hits(look.missing_first_logprob)
         unprompted = (look["context"] == 0) & (look["prompt_ids"] < 0)
-        self.promptless += sum(bool(unprompted[generation]) for generation in look.drift(PROMPT_MISMATCH))
-        self.silent += int(np.sum(look["logprobs"] <= 0))
+        self.without_prompt += sum(bool(unprompted[generation]) for generation in look.mismatches(PROMPT_MISMATCH))
+        self.without_logprobs += int(np.sum(look["logprobs"] <= 0))
         unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
-        self.heatless += int(np.sum(np.isnan(look["temperature"]) & (look["logprobs"] > 0)))
-        self.unsaid += int(np.sum(unknown & (look["logprobs"] > 0)))
+        self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & (look["logprobs"] > 0)))
+        self.unknown_logprob_kind += int(np.sum(unknown & (look["logprobs"] > 0)))
         self.few.add(look.traces)
         for part in (self.copies, self.rewards, self.alike, self.versions, self.sample, self.zeros):
             part.add(look)
@@ -387,14 +389,14 @@ class DatasetStats:
     @property
     def is_text(self) -> bool:
         """Whether no turn has logprobs and at least half of the turns have a prompt."""
-        return bool(self.turns) and self.silent == self.turns and self.promptless * 2 <= self.turns
+        return bool(self.turns) and self.without_logprobs == self.turns and self.without_prompt * 2 <= self.turns
 
-    def hindered(self) -> str:
+    def untrained_reason(self) -> str:
         """Return why no token is trained: the first reason that holds for most turns."""
         if not self.turns:
-            return "no message of an assistant was sampled"
-        if self.promptless * 2 > self.turns:
+            return "no assistant message was sampled"
+        if self.without_prompt * 2 > self.turns:
             return "the prompts were not recorded: record the request or prompt_token_ids"
-        if self.silent * 2 > self.turns:
+        if self.without_logprobs * 2 > self.turns:
             return "the turns have no logprobs: they are text"
-        return self.first_error or "what the other findings say masks every token"
+        return self.first_error or "the causes in the other findings mask every token"

@@ -210,7 +210,7 @@ class TraceBatch:
     @cached_property
     def rows(self) -> Array:
         """[aligned] index into the batch of each aligned trace, in their order."""
-        return np.delete(np.arange(len(self.traces)), self.sequences.drift.left_out)
+        return np.delete(np.arange(len(self.traces)), self.sequences.alignment_report.left_out)
 
     @cached_property
     def branch(self) -> Array:
@@ -218,7 +218,7 @@ class TraceBatch:
         return np.repeat(np.arange(self.sequences.branches), np.diff(self.sequences.cu_seqlens))
 
     @cached_property
-    def own(self) -> Array:
+    def sampled(self) -> Array:
         """Positions of sampled tokens, grouped by generation in order.
 
         A token that several branches share is listed once, in the first branch that has its generation.
@@ -235,29 +235,29 @@ class TraceBatch:
         return self.first_generation[self.rows[row]] + self.sequences.turn[at]
 
     @cached_property
-    def own_generation(self) -> Array:
+    def sampled_generation(self) -> Array:
         """[own] generation of each position in `own`."""
-        return self._generation(self.own)
+        return self._generation(self.sampled)
 
     @cached_property
     def aligned(self) -> Array:
         """[G] number of tokens of each generation that are in a branch."""
-        return np.bincount(self.own_generation, minlength=self.generations)
+        return np.bincount(self.sampled_generation, minlength=self.generations)
 
     @cached_property
-    def known(self) -> Array:
+    def has_known_ids(self) -> Array:
         """[G] bool: whether all listed tokens are in a branch, with ids that the record determines."""
-        text = self.sequences.tier[self.own] >= TEXT_TIERS
-        canonical = np.bincount(self.own_generation[text], minlength=self.generations) > 0
+        text = self.sequences.tier[self.sampled] >= TEXT_TIERS
+        canonical = np.bincount(self.sampled_generation[text], minlength=self.generations) > 0
         return (self.aligned > 0) & (self.aligned >= self["tokens"]) & ~canonical
 
     @cached_property
-    def unlisted(self) -> Array:
+    def unlisted_tool_call(self) -> Array:
         """[G] bool: whether a tool was called but the recorded token texts spell only the words before the call."""
-        flags, own = np.zeros(self.generations, bool), self.own_generation
+        flags, own = np.zeros(self.generations, bool), self.sampled_generation
         cu = np.searchsorted(own, np.arange(self.generations + 1))
-        ids, tier = self.sequences.ids[self.own], self.sequences.tier[self.own]
-        for g in np.flatnonzero((self.finish == "tool_calls") & self.known):
+        ids, tier = self.sequences.ids[self.sampled], self.sequences.tier[self.sampled]
+        for g in np.flatnonzero((self.finish == "tool_calls") & self.has_known_ids):
             span = slice(cu[g], cu[g + 1])
             if np.isin(tier[span], SPELLED).all():
                 message = turn_messages(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
@@ -268,7 +268,7 @@ class TraceBatch:
     def last_id(self) -> Array:
         """[G] last id that is in a branch; -1 if none is."""
         last = np.full(self.generations, -1, np.int64)
-        last[self.own_generation] = self.sequences.ids[self.own]
+        last[self.sampled_generation] = self.sequences.ids[self.sampled]
         return last
 
     @cached_property
@@ -294,7 +294,7 @@ class TraceBatch:
         return completion, reasoning
 
     @cached_property
-    def mismatch(self) -> dict[int, dict[str, Any]]:
+    def sampling_mismatch(self) -> dict[int, dict[str, Any]]:
         """Generations whose logprobs come from another distribution than the trainer's.
 
         Maps a generation to the sampling options that cause the difference. Only generations with logprobs are
@@ -309,7 +309,7 @@ class TraceBatch:
             if options is not None:
                 sampling[g] = {**options, **sampling.get(g, {})}
         if self.sampling_defaults == "model":
-            for g, names in self.left_out.items():
+            for g, names in self.omitted_options.items():
                 sampling[g] = {**sampling.get(g, {}), **{name: self.defaults[name] for name in names}}
         for index in range(len(self.traces)):
             if RESHAPING.search(raw := self.traces.core.record(index)) and isinstance(
@@ -335,7 +335,7 @@ class TraceBatch:
         return {g: cause for g, cause in sorted(causes.items()) if cause}
 
     @cached_property
-    def left_out(self) -> dict[int, list[str]]:
+    def omitted_options(self) -> dict[int, list[str]]:
         """Generations with logprobs whose request omits options that the model's generation_config.json sets.
 
         Maps a generation to the names of these options.
@@ -357,15 +357,15 @@ class TraceBatch:
         return np.concatenate([[0], np.cumsum(np.maximum(self["logprobs"], 0))])
 
     @cached_property
-    def headless(self) -> Array:
+    def missing_first_logprob(self) -> Array:
         """[G] bool: whether the first of two or more logprobs is missing, and no other."""
         first = np.minimum(self.cu_logprobs[:-1], max(len(self["flat_logprobs"]) - 1, 0))
         some = (self["logprobs"] > 1) & (self["missing"] == 1)
         return some & np.isnan(self["flat_logprobs"][first]) if len(self["flat_logprobs"]) else some
 
-    def drift(self, *codes: int) -> dict[int, tuple[int, str]]:
+    def mismatches(self, *codes: int) -> dict[int, tuple[int, str]]:
         """Return generations with an alignment reason R<code>: generation to (first token or -1, detail)."""
-        drift, findings = self.sequences.drift, {}
+        drift, findings = self.sequences.alignment_report, {}
         for row in np.flatnonzero(np.isin(drift.reason, codes)):
             start = int(self.first_generation[self.rows[drift.trace[row]]])
             generation = start + max(int(drift.turn[row]), 0)
@@ -373,7 +373,7 @@ class TraceBatch:
                 findings[generation] = (int(drift.token[row]), drift.detail[row])
         return findings
 
-    def at(self, generation: int, token: int = -1) -> Place:
+    def place_of(self, generation: int, token: int = -1) -> Place:
         """Return the place of a generation, or of a token of it."""
         index = int(self.trace[generation])
         return Place.of(self.traces, index, int(self.turn[generation]), token if token >= 0 else None)
@@ -383,25 +383,25 @@ class TraceBatch:
         return Place.of(self.traces, index)
 
     def hits(
-        self, hit: Array, of: Array | None = None, found: Callable[[int], str] = lambda _: "", token: int = -1
+        self, hit: Array, of: Array | None = None, describe: Callable[[int], str] = lambda _: "", token: int = -1
     ) -> Hits:
         """Return hits of [G] bools.
 
         Args:
             hit: [G] bool.
             of: [G] bool, the generations that were checked; default all.
-            found: returns the description of the first hit, given its generation.
+            describe: returns the description of the first hit, given its generation.
             token: token of the first hit, or -1.
         """
         indices = np.flatnonzero(hit)
         total = self.generations if of is None else int(of.sum())
         if not len(indices):
             return Hits(0, total)
-        return Hits(len(indices), total, self.at(int(indices[0]), token), found(int(indices[0])))
+        return Hits(len(indices), total, self.place_of(int(indices[0]), token), describe(int(indices[0])))
 
-    def drift_hits(self, *codes: int) -> Hits:
+    def mismatch_hits(self, *codes: int) -> Hits:
         """Return hits of generations with one of these alignment reasons."""
-        if not (findings := self.drift(*codes)):
+        if not (findings := self.mismatches(*codes)):
             return Hits(0, self.generations)
         first = min(findings)
-        return Hits(len(findings), self.generations, self.at(first, findings[first][0]), findings[first][1])
+        return Hits(len(findings), self.generations, self.place_of(first, findings[first][0]), findings[first][1])

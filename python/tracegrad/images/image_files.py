@@ -79,12 +79,12 @@ class MediaFile:
 
 def drop_unused(images: ImageSpans) -> ImageSpans:
     """Return the images without unused pictures, in the order of their first span."""
-    _, first, number = np.unique(images.picture, return_index=True, return_inverse=True)
+    _, first, number = np.unique(images.image, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
-    rows = images.picture[np.sort(first)]
+    rows = images.image[np.sort(first)]
     new_index = np.empty(len(order), np.int32)
     new_index[order] = np.arange(len(order), dtype=np.int32)
-    return replace(images, picture=new_index[number.reshape(-1)], pictures=images.pictures.take(rows))
+    return replace(images, image=new_index[number.reshape(-1)], pictures=images.pictures.take(rows))
 
 
 def media_of(images: ImageSpans) -> Iterator[bytes]:
@@ -105,7 +105,12 @@ def arrays_of(images: ImageSpans, media_end: NDArray[np.int64]) -> dict[str, NDA
     """
     pictures = images.pictures
     codes = np.array([MEDIA_TYPES.index(media_type) for media_type in pictures.media_type], np.uint8)
-    columns = {name: getattr(images, name) for name in ("cu_images", "cu_features", "at", "picture")}
+    columns = {
+        "cu_images": images.cu_images,
+        "cu_features": images.cu_features,
+        "at": images.position,
+        "picture": images.image,
+    }
     columns |= {"digest": pictures.digest, "width": pictures.width, "height": pictures.height}
     columns |= {"media_type": codes, "media_end": media_end}
     return {PREFIX + name: np.ascontiguousarray(columns[name], dtype) for name, dtype in _DTYPES.items()}
@@ -138,8 +143,14 @@ def images_of(arrays: Mapping[str, NDArray[Any]], rule: ImageRule, folder: Path)
     media_types = tuple(MEDIA_TYPES[code] for code in columns["media_type"].tolist())
     source = MediaFile(folder / MEDIA, columns["digest"], columns["media_end"])
     pictures = Images(columns["digest"], columns["width"], columns["height"], media_types, (source,))
-    spans = {name: columns[name] for name in ("cu_images", "cu_features", "at", "picture")}
-    return ImageSpans(**spans, rule=rule, pictures=pictures)
+    return ImageSpans(
+        cu_images=columns["cu_images"],
+        cu_features=columns["cu_features"],
+        position=columns["at"],
+        image=columns["picture"],
+        rule=rule,
+        pictures=pictures,
+    )
 
 
 def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str:
@@ -147,20 +158,20 @@ def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray
     lengths = np.diff(cu_seqlens)
     for name, cu, total in (
         ("cu_images", images.cu_images, len(images)),
-        ("cu_features", images.cu_features, len(images.at)),
+        ("cu_features", images.cu_features, len(images.position)),
     ):
         if not len(cu) or cu[0] != 0 or cu[-1] != total or np.any(np.diff(cu) < 0):
             return f"images.{name} does not rise from 0 to {total}."
     if len(images.cu_images) != len(lengths) + 1 or len(images.cu_features) != len(images) + 1:
         return f"images.cu_images is not of {len(lengths)} branches, or images.cu_features not of {len(images)} places."
-    rows, features = images.picture, np.diff(images.cu_features)
+    rows, features = images.image, np.diff(images.cu_features)
     if len(rows) and (rows.min() < 0 or rows.max() >= len(images.pictures) or np.any(features < 1)):
         return "images.picture names pictures that are not there, or a picture without a feature."
     if np.any(images.features[rows] != features):
         return "a picture has other features at another place."
     branch = np.repeat(np.arange(len(lengths)), np.diff(images.cu_images))
     owner = np.repeat(branch, features)
-    if np.any(images.at < 0) or np.any(images.at >= lengths[owner]):
+    if np.any(images.position < 0) or np.any(images.position >= lengths[owner]):
         return "images.at leads out of its branch."
     tokens = images.tokens(cu_seqlens)
     if np.any(np.diff(tokens) <= 0) or np.any(ids[tokens] != images.rule.pad):

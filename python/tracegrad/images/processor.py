@@ -34,7 +34,7 @@ KINDS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP", "image/
 
 
 def decode_image(
-    file: bytes, name: str, media_type: str, size: tuple[int, int], most: int = MOST_PIXELS
+    file: bytes, name: str, media_type: str, size: tuple[int, int], max_pixels: int = MOST_PIXELS
 ) -> NDArray[np.uint8]:
     """Decode an image to [height, width, 3] uint8, red, green and blue. An animation is decoded to its first frame.
 
@@ -47,7 +47,7 @@ def decode_image(
         name: the name of the image in errors.
         media_type: one of `KINDS`, detected from the first bytes; no other decoder is tried.
         size: width and height from the header.
-        most: maximum number of pixels.
+        max_pixels: maximum number of pixels.
 
     Raises:
         ReadError: if the image is too large, cannot be decoded completely, or its size differs from `size`.
@@ -60,9 +60,10 @@ def decode_image(
             "TG-IMAGE-007: pictures are decoded by Pillow, which is not installed: pip install pillow."
         ) from None
     width, height = size
-    if width * height > most:
+    if width * height > max_pixels:
         raise ReadError(
-            f"TG-IMAGE-008: {name}: {width:,} x {height:,} pixels, and at most {most:,} are decoded. One picture would "
+            f"TG-IMAGE-008: {name}: {width:,} x {height:,} pixels, and at most {max_pixels:,} are decoded. One "
+            f"picture would "
             "take all memory. Leave its trace out."
         )
     if media_type == "image/jpeg" and (scans := file.count(b"\xff\xda")) > MOST_SCANS:
@@ -121,24 +122,28 @@ class Processor:
     Args:
         folder: with preprocessor_config.json.
         most_pixels: maximum number of pixels of an image.
-        kept: maximum size of the cache of processed images, in bytes.
+        cache_bytes: maximum size of the cache of processed images, in bytes.
 
     Raises:
         ReadError: if transformers cannot load an image processor from the folder.
         ArgumentError: if transformers or Pillow is not installed.
     """
 
-    def __init__(self, folder: Path, *, most_pixels: int = MOST_PIXELS, kept: int = CACHE_BYTES) -> None:
-        self.own = image_processor(folder)
+    def __init__(self, folder: Path, *, most_pixels: int = MOST_PIXELS, cache_bytes: int = CACHE_BYTES) -> None:
+        self.image_processor = image_processor(folder)
         self.folder, self.most_pixels = folder, most_pixels
         self._kept: OrderedDict[bytes, Mapping[str, Any]] = OrderedDict()
-        self._free_bytes = kept
+        self._free_bytes = cache_bytes
         self._full_processor: Any = None
 
     @property
     def backend(self) -> str:
         """The code that resizes: "torchvision", as on servers, or "pil", where some pixels differ by one level."""
-        return "torchvision" if any("Torchvision" in base.__name__ for base in type(self.own).__mro__) else "pil"
+        return (
+            "torchvision"
+            if any("Torchvision" in base.__name__ for base in type(self.image_processor).__mro__)
+            else "pil"
+        )
 
     def features(self, width: int, height: int) -> int | None:
         """Return the number of features of an image of this size; None if the model family cannot compute it.
@@ -147,12 +152,12 @@ class Processor:
             ValueError: if the model family rejects the size.
         """
         merge, count_patches = (
-            getattr(self.own, "merge_size", None),
-            getattr(self.own, "get_number_of_image_patches", None),
+            getattr(self.image_processor, "merge_size", None),
+            getattr(self.image_processor, "get_number_of_image_patches", None),
         )
         return None if merge is None or count_patches is None else count_patches(height, width, {}) // merge**2
 
-    def written(self, width: int, height: int) -> list[int]:
+    def placeholder_ids(self, width: int, height: int) -> list[int]:
         """Return the ids that the folder's multimodal processor writes for a black image of this size.
 
         Raises:
@@ -190,7 +195,7 @@ class Processor:
         self._kept[digest] = tensors
         while self._free_bytes < 0 and len(self._kept) > 1:
             self._free_bytes += _bytes(self._kept.popitem(last=False)[1])
-        grid, merge = tensors.get("image_grid_thw"), getattr(self.own, "merge_size", 1)
+        grid, merge = tensors.get("image_grid_thw"), getattr(self.image_processor, "merge_size", 1)
         if grid is not None and (computed := int(grid.prod()) // merge**2) != features:
             size = f"{pictures.width[row]} x {pictures.height[row]}"
             raise ArgumentError(
@@ -204,7 +209,7 @@ class Processor:
         name = _name(pictures.digest[row].tobytes())
         size = int(pictures.width[row]), int(pictures.height[row])
         image = decode_image(pictures.bytes_of(row), name, pictures.media_type[row], size, self.most_pixels)
-        output = self.own(images=[image], return_tensors="pt", input_data_format="channels_last")
+        output = self.image_processor(images=[image], return_tensors="pt", input_data_format="channels_last")
         tensors = {key: value for key, value in output.items() if hasattr(value, "is_floating_point")}
         return {key: value.float() if value.is_floating_point() else value for key, value in tensors.items()}
 
@@ -340,7 +345,7 @@ class ImageRule:
     def _expansion(self, width: int, height: int) -> list[int] | None:
         try:
             count = self.processor.features(width, height)
-            return self.processor.written(width, height) if count is None else [self.pad] * count
+            return self.processor.placeholder_ids(width, height) if count is None else [self.pad] * count
         except ValueError:
             return None
 
@@ -349,13 +354,13 @@ class ImageRule:
         return {"pad": self.pad, "frames": list(self.frames), "options": dict(self.options)}
 
     @classmethod
-    def of_dict(cls, told: Mapping[str, Any]) -> ImageRule:
+    def of_dict(cls, values: Mapping[str, Any]) -> ImageRule:
         """Create the rule from the dict that `as_dict` returned.
 
         Raises:
             KeyError, TypeError, ValueError: if the dict is invalid.
         """
-        pad, frames, options = told["pad"], tuple(told["frames"]), told["options"]
+        pad, frames, options = values["pad"], tuple(values["frames"]), values["options"]
         if any(type(id_) is not int or not 0 <= id_ < 1 << 31 for id_ in (pad, *frames)) or type(options) is not dict:
             raise ValueError("ids of pictures are none")
         return cls(pad, frames, options)

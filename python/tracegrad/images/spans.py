@@ -28,21 +28,21 @@ class ImageSpans:
     Args:
         cu_images: [N+1] int64: branch n has spans cu_images[n]:cu_images[n+1].
         cu_features: [S+1] int64: span s has the features cu_features[s]:cu_features[s+1].
-        at: [F] int32: the token of each feature, as an index in its branch; all have the id `rule.pad`.
-        picture: [S] int32: row of `pictures`. All spans of an image have the same number of features.
+        position: [F] int32: the token of each feature, as an index in its branch; all have the id `rule.pad`.
+        image: [S] int32: row of `pictures`. All spans of an image have the same number of features.
         rule: the placeholder ids of the model; its `pad` is the id of every feature.
         pictures: the distinct images.
     """
 
     cu_images: NDArray[np.int64]
     cu_features: NDArray[np.int64]
-    at: NDArray[np.int32]
-    picture: NDArray[np.int32]
+    position: NDArray[np.int32]
+    image: NDArray[np.int32]
     rule: ImageRule
     pictures: Images
 
     def __len__(self) -> int:
-        return len(self.picture)
+        return len(self.image)
 
     def __repr__(self) -> str:
         return f"Images({len(self)} spans of {len(self.pictures)} pictures)"
@@ -66,13 +66,13 @@ class ImageSpans:
     def features(self) -> NDArray[np.int64]:
         """[P] int64: the number of features of each image; 0 if it has no span."""
         counts = np.zeros(len(self.pictures), np.int64)
-        counts[self.picture] = np.diff(self.cu_features)
+        counts[self.image] = np.diff(self.cu_features)
         return counts
 
     def tokens(self, cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [F] int64: the token of each feature, as an index in flat arrays of branches at `cu_seqlens`."""
         branch = np.repeat(np.arange(len(self.cu_images) - 1), np.diff(self.cu_images))
-        return self.at + np.repeat(np.asarray(cu_seqlens)[branch], np.diff(self.cu_features))
+        return self.position + np.repeat(np.asarray(cu_seqlens)[branch], np.diff(self.cu_features))
 
     def take(self, branches: NDArray[np.integer]) -> ImageSpans:
         """Return the spans of some branches, in the order of `branches`."""
@@ -82,12 +82,12 @@ class ImageSpans:
             self,
             cu_images=offsets(counts),
             cu_features=offsets(lengths),
-            at=self.at[features],
-            picture=self.picture[spans],
+            position=self.position[features],
+            image=self.image[spans],
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[ImageSpans | None, int]]) -> ImageSpans | None:
+    def concatenate(cls, parts: Sequence[tuple[ImageSpans | None, int]]) -> ImageSpans | None:
         """Concatenate several parts. Images with the same digest are merged.
 
         Args:
@@ -109,13 +109,15 @@ class ImageSpans:
         return cls(
             cu_images=offsets(np.concatenate(counts)),
             cu_features=offsets(np.concatenate([np.diff(images.cu_features) for images in present])),
-            at=np.concatenate([images.at for images in present]),
-            picture=np.concatenate([new_rows[images.picture] for images, new_rows in zip(present, rows, strict=True)]),
+            position=np.concatenate([images.position for images in present]),
+            image=np.concatenate([new_rows[images.image] for images, new_rows in zip(present, rows, strict=True)]),
             rule=present[0].rule,
             pictures=pictures,
         )
 
-    def keyed(self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> tuple[NDArray[np.int32], ImageKeys]:
+    def with_image_keys(
+        self, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], ImageKeys]:
         """Return ids in which each feature of each distinct image has a unique number, greater than all ids.
 
         A comparison of these ids also compares images: two images of the same size are never equal.
@@ -131,8 +133,8 @@ class ImageSpans:
                 "number beside the ids of the model, and there are 2^31. Train on parts of the data."
             )
         keys = ids.copy()
-        feature = np.arange(len(self.at)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
-        numbers = first + np.repeat(starts[self.picture], np.diff(self.cu_features)) + feature
+        feature = np.arange(len(self.position)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
+        numbers = first + np.repeat(starts[self.image], np.diff(self.cu_features)) + feature
         keys[self.tokens(cu_seqlens)] = numbers
         return keys, ImageKeys(first, starts)
 
@@ -183,27 +185,27 @@ class RowImages:
     """I spans of images in a row of T tokens, in the order of the row. An image in a shared prefix has one span.
 
     Args:
-        at: [F] int64: the token of each feature, ascending; indexes `Batch.ids`.
+        position: [F] int64: the token of each feature, ascending; indexes `Batch.ids`.
         cu_features: [I+1] int64: span i has the features at[cu_features[i]:cu_features[i+1]].
-        picture: [I] int32: row of `pictures`; an image may have several spans.
+        image: [I] int32: row of `pictures`; an image may have several spans.
         rule: the placeholder ids of the model.
         pictures: the distinct images.
         inputs: the output of the model's image processor for each distinct image of the row, in the order of
             `np.unique(picture)`: keyword arguments of the vision tower. None until `to` is called.
     """
 
-    at: NDArray[np.int64]
+    position: NDArray[np.int64]
     cu_features: NDArray[np.int64]
-    picture: NDArray[np.int32]
+    image: NDArray[np.int32]
     rule: ImageRule
     pictures: Images
     inputs: tuple[Mapping[str, Any], ...] | None = None
 
     def __len__(self) -> int:
-        return len(self.picture)
+        return len(self.image)
 
     def __repr__(self) -> str:
-        return f"RowImages({len(self)} places of {len(np.unique(self.picture))} pictures)"
+        return f"RowImages({len(self)} places of {len(np.unique(self.image))} pictures)"
 
     def to(self, device: Any) -> RowImages:
         """Return the spans with the inputs of the vision tower, as torch tensors on a device. Other arrays stay numpy.
@@ -215,7 +217,7 @@ class RowImages:
         inputs = self.inputs
         if inputs is None:
             features = np.diff(self.cu_features)
-            rows, first = np.unique(self.picture, return_index=True)
+            rows, first = np.unique(self.image, return_index=True)
             pairs = zip(rows.tolist(), features[first].tolist(), strict=True)
             inputs = tuple(self.rule.processor.inputs(self.pictures, row, count) for row, count in pairs)
         moved = tuple(
@@ -227,25 +229,25 @@ class RowImages:
     def take(self, places: NDArray[np.integer], start: int) -> RowImages:
         """Return some spans, for a row that starts at token `start` of this row."""
         counts = np.diff(self.cu_features)[places]
-        parts = [self.at[self.cu_features[span] : self.cu_features[span + 1]] for span in places.tolist()]
-        picture = self.picture[places]
+        parts = [self.position[self.cu_features[span] : self.cu_features[span + 1]] for span in places.tolist()]
+        picture = self.image[places]
         inputs = self.inputs
         if inputs is not None:
-            indices = np.searchsorted(np.unique(self.picture), np.unique(picture))
+            indices = np.searchsorted(np.unique(self.image), np.unique(picture))
             inputs = tuple(inputs[number] for number in indices.tolist())
         return replace(
             self,
-            at=np.concatenate(parts) - start,
+            position=np.concatenate(parts) - start,
             cu_features=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            picture=picture,
+            image=picture,
             inputs=inputs,
         )
 
-    def twice(self, length: int) -> RowImages:
+    def repeat(self, length: int) -> RowImages:
         """Return the spans, followed by a copy that is shifted by `length` tokens."""
         return replace(
             self,
-            at=np.concatenate([self.at, self.at + length]),
-            cu_features=np.concatenate([self.cu_features, self.cu_features[1:] + len(self.at)]),
-            picture=np.tile(self.picture, 2),
+            position=np.concatenate([self.position, self.position + length]),
+            cu_features=np.concatenate([self.cu_features, self.cu_features[1:] + len(self.position)]),
+            image=np.tile(self.image, 2),
         )

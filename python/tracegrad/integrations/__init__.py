@@ -27,8 +27,8 @@ def peer(module: str, versions: str, *attributes: str) -> Any:
         imported = importlib.import_module(module)
     except ImportError as error:
         raise ArgumentError(
-            f"TG-INTEG-001: {module} cannot be imported: {error}. This integration works inside that trainer. "
-            f"pip install '{versions}', which it was run against."
+            f"TG-INTEG-001: {module} cannot be imported: {error}. This integration needs that trainer. Run "
+            f"pip install '{versions}', the tested version."
         ) from error
     for attribute in attributes:
         value = imported
@@ -36,8 +36,7 @@ def peer(module: str, versions: str, *attributes: str) -> Any:
             value = getattr(value, part, None)
         if value is None:
             raise ArgumentError(
-                f"TG-INTEG-002: {module} has no {attribute}, which this integration calls or replaces. This version is "
-                f"of another shape, and training would go on without us. pip install '{versions}', which it was run "
-                "against."
+                f"TG-INTEG-002: {module} has no {attribute}, which this integration calls or replaces. With this "
+                f"version training would ignore the integration. Run pip install '{versions}', the tested version."
             )
     return imported

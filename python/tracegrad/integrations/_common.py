@@ -42,9 +42,9 @@ class TrainerInputs:
     """The inputs that a trainer passes to an objective.
 
     Args:
-        things: keys of `INPUTS`.
+        names: keys of `INPUTS`.
         why: a sentence that explains why the trainer passes no other inputs.
-        cure: the alternative for the user.
+        fix: the alternative for the user.
         cures: alternatives for single inputs.
         detached: False if components without gradient are evaluated elsewhere, so that their inputs are not checked.
 
@@ -52,14 +52,14 @@ class TrainerInputs:
     >>> TrainerInputs(frozenset({"old", "rollout"}), "x sees no more.", "Take y.").check(presets.DAPO)
     """
 
-    things: frozenset[str]
+    names: frozenset[str]
     why: str
-    cure: str
+    fix: str
     cures: Mapping[str, str] = field(default_factory=dict)
     detached: bool = True
 
-    def check(self, objective: Objective, also: frozenset[str] = frozenset()) -> None:
-        """Check that an objective needs only these inputs, and those in `also`.
+    def check(self, objective: Objective, extra: frozenset[str] = frozenset()) -> None:
+        """Check that an objective needs only these inputs, and those in `extra`.
 
         Raises:
             ArgumentError: for other inputs, with the components that need them.
@@ -67,11 +67,11 @@ class TrainerInputs:
         missing = [
             (thing, part)
             for thing, part in required_inputs(objective, self.detached)
-            if thing not in self.things | also
+            if thing not in self.names | extra
         ]
         if missing:
-            reasons = dict.fromkeys(f"'{part}' takes {INPUTS[thing]}" for thing, part in missing)
-            cures = dict.fromkeys(self.cures.get(thing, self.cure) for thing, _ in missing)
+            reasons = dict.fromkeys(f"'{part}' needs {INPUTS[thing]}" for thing, part in missing)
+            cures = dict.fromkeys(self.cures.get(thing, self.fix) for thing, _ in missing)
             raise ArgumentError(f"TG-INTEG-029: {'; '.join(reasons)}. {self.why} {' '.join(cures)}")
 
 
@@ -92,11 +92,11 @@ def required_inputs(objective: Objective, detached: bool = True) -> Iterator[tup
     if not surrogate.times_advantage:
         yield "advantages", surrogate_text
     pairs = [] if objective.ratio is None else [(surrogate_text, objective.ratio, objective.level)]
-    for part in objective.parts:
+    for part in objective.components:
         if part.detached and not detached:
             continue
         pairs += [(str(part), *pair) for pair in part.ratios()]
-        if part.detached and part.reach:
+        if part.detached and part.cross_trace_reason:
             yield "step", str(part)
         if part.takes_entropy:
             yield "entropy", str(part)
@@ -132,8 +132,8 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
     """
     if modes.get(value) != (objective.reduce.per, objective.reduce.inner):
         raise ArgumentError(
-            f"TG-INTEG-003: {option} is {value}, the objective's scale {objective.reduce}. One of them would have no "
-            "effect. Make them the same."
+            f"TG-INTEG-003: {option} is {value}, but the objective's scale is {objective.reduce}. Only one of them has "
+            "an effect. Set both to the same scale."
         )
 
 
@@ -182,17 +182,17 @@ class RecordedTraces:
         sequences: R traces.
         advantages: [T] float32; only the values of trained tokens are used.
         objective: the objective. `correct` evaluates its components without gradient.
-        missing: the treatment of trained tokens without a rollout logprob, as in `correct`.
+        missing_logprobs: the treatment of trained tokens without a rollout logprob, as in `correct`.
     """
 
     sequences: Sequences
     advantages: Floats
     objective: Objective
-    missing: MissingLogprobs
+    missing_logprobs: MissingLogprobs
 
     @classmethod
     def of(
-        cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing: MissingLogprobs
+        cls, sequences: Sequences, advantages: ArrayLike, objective: Objective, missing_logprobs: MissingLogprobs
     ) -> "RecordedTraces":
         """Check the traces, and expand advantages [R] of traces or [M] of trained tokens to all tokens.
 
@@ -202,18 +202,18 @@ class RecordedTraces:
         """
         if sequences.images is not None:
             raise ArgumentError(
-                f"TG-INTEG-004: the traces hold {len(sequences.images)} pictures, and padded rows of ids carry none. "
-                "The model would not see what the policy saw. Train with tracegrad.train, or leave these traces out."
+                f"TG-INTEG-004: the traces contain {len(sequences.images)} images, but padded rows of ids cannot. "
+                "Train with tracegrad.train, or drop these traces."
             )
-        objective.check_missing(missing)
+        objective.check_missing(missing_logprobs)
         starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
         first = starts[sequences.trainable[starts]]
         if len(first):
             raise ArgumentError(
-                f"TG-INTEG-005: token {first[0]} is trainable and the first of its branch, and {len(first)} are. No "
-                "token before it predicts it. Begin each branch with a token that is not trained."
+                f"TG-INTEG-005: token {first[0]} is trainable and the first of its branch ({len(first)} such tokens). "
+                "It has no previous token that predicts it. Start each branch with a token that is not trained."
             )
-        return cls(sequences, advantages_by_token(sequences, advantages), objective, missing)
+        return cls(sequences, advantages_by_token(sequences, advantages), objective, missing_logprobs)
 
     @cached_property
     def owner(self) -> NDArray[np.int32]:
@@ -280,8 +280,14 @@ class RecordedTraces:
                 "rollout": s.rollout_logprobs[origin],
             }
             inputs.append(arrays | {"old": old and old[index], "ref": ref and ref[index]})
-        options = {"missing": self.missing, "totals": totals, "all_reduce": all_reduce}
-        return step_terms(self.objective, inputs, parts[0].ids.device, **options)
+        return step_terms(
+            self.objective,
+            inputs,
+            parts[0].ids.device,
+            missing_logprobs=self.missing_logprobs,
+            totals=totals,
+            all_reduce=all_reduce,
+        )
 
 
 def step_terms(
@@ -289,7 +295,7 @@ def step_terms(
     parts: Sequence[Mapping[str, Any]],
     device: Any,
     *,
-    missing: MissingLogprobs,
+    missing_logprobs: MissingLogprobs,
     totals: Totals | None = None,
     all_reduce: AllReduce | None = None,
 ) -> tuple[list[Terms], Mapping[str, float]]:
@@ -302,15 +308,23 @@ def step_terms(
         parts: for each micro-batch, [m] arrays or tensors: trace, advantages, and optionally turn, group, old, rollout,
             ref. `old` can be left out if no component without gradient reads it.
         device: of the returned tensors.
-        missing, totals, all_reduce: as in `correct`.
+        missing_logprobs, totals, all_reduce: as in `correct`.
     """
-    names = [*_IDS, *(name for name in _LOGPROBS if getattr(objective.needs, name))]
+    names = [*_IDS, *(name for name in _LOGPROBS if getattr(objective.requirements, name))]
     columns = {name: [part[name] for part in parts] for name in names if parts[0].get(name) is not None}
     joined = {name: np.concatenate([*map(_host, arrays)]) for name, arrays in columns.items()}
     old, rollout = joined.pop("old", None), joined.pop("rollout", None)
     if old is None and rollout is None:
         old = np.zeros(len(joined["trace"]), np.float32)
-    corrected = correct(old, rollout, **joined, **objective.plan, missing=missing, totals=totals, all_reduce=all_reduce)
+    corrected = correct(
+        old,
+        rollout,
+        **joined,
+        **objective.plan,
+        missing_logprobs=missing_logprobs,
+        totals=totals,
+        all_reduce=all_reduce,
+    )
     per_term, terms, start = {"weight": corrected.weight, "keep": corrected.keep, "scale": corrected.scale}, [], 0
     for index, part in enumerate(parts):
         rows = slice(start, start + len(part["trace"]))
@@ -330,7 +344,7 @@ def _off_policy_metrics(
     if old is None or rollout is None:
         return {}
     metrics = OffPolicySums.of(old, rollout, trace=trace, weight=corrected.weight, keep=corrected.keep)
-    return (metrics.all_reduce(all_reduce) if all_reduce else metrics).named()
+    return (metrics.all_reduce(all_reduce) if all_reduce else metrics).values()
 
 
 def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> MetricSums:

@@ -44,7 +44,9 @@ def metrics(sequences: Sequences, logprobs: ArrayLike, advantages: ArrayLike, **
     """
     trace = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     rows = Rows.of(trace[sequences.terms], positions=sequences.tokens)
-    return as_art(logprobs, sequences.rollout_logprobs[sequences.terms], rows, advantages=advantages, **options).named()
+    return as_art(
+        logprobs, sequences.rollout_logprobs[sequences.terms], rows, advantages=advantages, **options
+    ).values()
 
 
 async def ruler_score_group(group: Any, *arguments: Any, **options: Any) -> Any:
@@ -121,8 +123,8 @@ def to_groups(traces: Traces, sequences: Sequences) -> list[Any]:
     art = peer("art", VERSIONS, "Trajectory", "TrajectoryGroup", "trajectories.History", "types.Choice")
     if sequences.traces != len(traces):
         raise ArgumentError(
-            f"TG-INTEG-006: {len(traces)} traces, {sequences.traces} of them aligned. Their tokens would be mixed up. "
-            "Take out first those that could not be aligned (sequences.drift.errors)."
+            f"TG-INTEG-006: {len(traces)} traces, but only {sequences.traces} aligned ones, so rows would not match. "
+            "First remove the traces that could not be aligned (sequences.alignment_report.errors)."
         )
     trajectories_of_group: dict[str, list[Any]] = {}
     for row, trace in enumerate(traces):
@@ -157,5 +159,6 @@ def _trajectory(art: Any, trace: Trace, choices: dict[int, Any]) -> Any:
             history = [*(trace.pool[index] for index in generation.context), choices[generation.message]]
             histories.append(art.trajectories.History(messages_and_choices=history, tools=trace.tools))
     messages = [choices.get(index, trace.pool[index]) for index in final]
-    fields = {"tools": trace.tools, "additional_histories": histories, "reward": trace.reward or 0.0}
-    return art.Trajectory(messages_and_choices=messages, **fields)
+    return art.Trajectory(
+        messages_and_choices=messages, tools=trace.tools, additional_histories=histories, reward=trace.reward or 0.0
+    )

@@ -39,7 +39,7 @@ _GIVES = TrainerInputs(
 
 
 def register(
-    objective: Objective, name: str = "tracegrad", *, missing: MissingLogprobs = "mask", config: Any = None
+    objective: Objective, name: str = "tracegrad", *, missing_logprobs: MissingLogprobs = "mask", config: Any = None
 ) -> Any:
     """Register the objective as SkyRL's policy loss `name`, for trainer.algorithm.policy_loss_type.
 
@@ -51,7 +51,7 @@ def register(
     Args:
         objective: on theta, old and rollout.
         name: of the policy loss.
-        missing: the treatment of trained tokens without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
+        missing_logprobs: treatment of tokens without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
         config: SkyRL's complete config, a SkyRLTrainConfig or a dict with the same names. Pass it if trajectories may
             be step-wise: SkyRL does not pass it to a policy loss, which cannot see whether its rows are turns.
 
@@ -68,7 +68,7 @@ def register(
     registry = peer(f"{_UTILS}.ppo_utils", VERSIONS, "PolicyLossRegistry.unregister").PolicyLossRegistry
     utils = peer(f"{_UTILS}.off_policy_correction_utils", VERSIONS, "off_policy_correction_enabled")
     corrects = utils.off_policy_correction_enabled
-    objective.check_missing(missing)
+    objective.check_missing(missing_logprobs)
     _GIVES.check(objective)
     scaled = replace(objective, reduce=Reduce("constant", norm=1.0))  # the advantages include the denominators
 
@@ -76,20 +76,27 @@ def register(
         same_scale("loss_reduction", config.loss_reduction, _REDUCTIONS, objective)
         if corrects(config.off_policy_correction):
             raise ArgumentError(
-                "TG-INTEG-014: off_policy_correction is on, and the registered objective corrects by itself: SkyRL's "
-                "would have no effect. Leave it at its defaults, and say weights and gates in the objective."
+                "TG-INTEG-014: off_policy_correction is on, but the registered objective has its own correction, so "
+                "SkyRL's has no effect. Keep its defaults, and set weights and rejections in the objective."
             )
-        if rollout_logprobs is None and objective.needs.rollout:
+        if rollout_logprobs is None and objective.requirements.rollout:
             raise ArgumentError(
-                "TG-INTEG-015: the objective takes recorded logprobs, and the batch has no rollout_logprobs. The "
-                "ratio would be made up. Set generator.sampling_params.logprobs=0, or take an objective on theta/old."
+                "TG-INTEG-015: the objective needs recorded logprobs, but the batch has no rollout_logprobs. Set "
+                "generator.sampling_params.logprobs=0, or use an objective on theta/old."
             )
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask > 0
         rollout = (
             None if rollout_logprobs is None else rollout_logprobs.masked_fill(rollout_logprobs <= _UNKNOWN, torch.nan)
         )
-        inputs = {"old": old_log_probs, "rollout": rollout, "missing": missing}
-        terms, corrected = build_terms(scaled, log_probs, advantages=advantages, mask=mask, **inputs)
+        terms, corrected = build_terms(
+            scaled,
+            log_probs,
+            advantages=advantages,
+            mask=mask,
+            old=old_log_probs,
+            rollout=rollout,
+            missing_logprobs=missing_logprobs,
+        )
         result = scaled(log_probs, None, terms)
         clipped = (result.per_term.clipped & mask).sum() / mask.sum().clamp(min=1)
         metrics = {name: corrected.metrics[name] for name in ("frac_missing", "masked_fraction")}
@@ -99,8 +106,8 @@ def register(
     if name in registry.list_available():
         if not hasattr(registry.get(name), "objective"):
             raise ArgumentError(
-                f"TG-INTEG-016: {name} is a policy loss of SkyRL's or another's, which would be gone. Take "
-                f"another name."
+                f"TG-INTEG-016: a policy loss named {name} is already registered and would be replaced. Use another "
+                f"name."
             )
         registry.unregister(name)
     registry.register(name, loss)
@@ -115,9 +122,9 @@ def _check_rows(objective: Objective, config: Any) -> None:
     over_traces += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
     if options.get("step_wise_trajectories") and over_traces:
         raise ArgumentError(
-            "TG-INTEG-017: generator.step_wise_trajectories makes a row of each turn, and the objective takes "
-            f"{over_traces[0]}: a turn would be taken for a trace. Take ratios, weights and gates of tokens, and "
-            "Reduce('token') or Reduce('prompt', ...), or train whole trajectories."
+            "TG-INTEG-017: generator.step_wise_trajectories makes one row per turn, but the objective uses "
+            f"{over_traces[0]}, which needs one row per trace. Use ratios, weights and rejections of tokens, and "
+            "Reduce('token') or Reduce('prompt', ...), or turn off step_wise_trajectories."
         )
 
 
@@ -126,4 +133,4 @@ def _ratios(old: Any, rollout: Any, mask: Any) -> dict[str, float]:
     if old is None or rollout is None or not (known := mask & ~rollout.isnan()).any():
         return {}
     old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
-    return as_skyrl(old, rollout, Rows.padded(known.cpu())).named()
+    return as_skyrl(old, rollout, Rows.padded(known.cpu())).values()

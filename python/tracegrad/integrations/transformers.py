@@ -40,7 +40,7 @@ class TraceLoss:
         advantages: [R] of traces or [M] of trained tokens.
         objective: an objective that needs no statistics of the complete step except its denominators; `reduce.per` is
             token, trace or constant.
-        missing: as in `correct`.
+        missing_logprobs: as in `correct`.
 
     Raises:
         ArgumentError: for another objective, or a Trainer without compute_loss_func.
@@ -52,11 +52,11 @@ class TraceLoss:
         advantages: ArrayLike,
         objective: Objective = presets.DAPO,
         *,
-        missing: MissingLogprobs = "mask",
+        missing_logprobs: MissingLogprobs = "mask",
     ) -> None:
         peer("transformers", VERSIONS, "Trainer._get_num_items_in_batch")
         _GIVES.check(objective)
-        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing)
+        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing_logprobs)
         self.dataset: list[int] = self.recorded.traces
 
     def collate(self, traces: Sequence[int]) -> dict[str, Tensor]:
@@ -80,14 +80,14 @@ class TraceLoss:
         if num_items_in_batch is None or logits.shape[:2] != padded.ids.shape:
             raise ArgumentError(
                 f"TG-INTEG-018: logits are {tuple(logits.shape)}, rows {tuple(padded.ids.shape)}, items "
-                f"{num_items_in_batch}. The terms would not be found or counted. Pass data_collator=x.collate with "
+                f"{num_items_in_batch}. They do not match. Pass data_collator=x.collate together with "
                 "compute_loss_func=x."
             )
         padded = padded.to(logits.device)
         scores = logits[padded.row, padded.column - 1].float() * padded.inv_temperature[:, None]
         scores = scores.log_softmax(-1)
         logprobs = scores.gather(-1, padded.target[:, None]).squeeze(-1)
-        entropy = -(scores.exp() * scores).sum(-1) if objective.needs.entropy else None
+        entropy = -(scores.exp() * scores).sum(-1) if objective.requirements.entropy else None
         count = int(num_items_in_batch)
         (terms,), _ = self.recorded.step([padded], [logprobs.detach()], totals=Totals(count, count, count))
         return objective(logprobs, entropy, terms).loss

@@ -53,8 +53,8 @@ def check_steps(args: Any) -> None:
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise ArgumentError(
             f"TG-INTEG-019: steps_per_generation is {args.steps_per_generation}, gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps}: optimizer steps would come in pieces, and denominators are of the "
-            "whole. Make the first a multiple of the second."
+            f"{args.gradient_accumulation_steps}: a generation would not split into complete optimizer steps. Make the "
+            "first a multiple of the second."
         )
 
 
@@ -68,9 +68,9 @@ def loss_of(trainer: Any, objective: Objective, logprobs: Tensor, entropy: Tenso
         aux: the router loss; None if there is none.
         terms: [m]; `old` None means the current policy.
     """
-    terms = replace(terms, old=logprobs.detach()) if objective.needs.old and terms.old is None else terms
+    terms = replace(terms, old=logprobs.detach()) if objective.requirements.old and terms.old is None else terms
     loss = objective(logprobs, entropy, terms)
-    log_metrics(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).named())
+    log_metrics(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).values())
     routing = 0.0 if aux is None else trainer.router_aux_loss_coef * aux / trainer.current_gradient_accumulation_steps
     return loss.loss * trainer.accelerator.num_processes + routing
 
@@ -122,8 +122,8 @@ class WithObjective(_Base):
     Args:
         arguments: of GRPOTrainer.
         objective: the loss. Its reference policy is the model that TRL loads if GRPOConfig.beta is not 0.
-        missing: the treatment of sampled tokens without a logprob, as in `correct`; TRL sets their ratio to 1
-            ("neutral").
+        missing_logprobs: the treatment of sampled tokens without a logprob, as in `correct`; TRL sets their ratio to 1
+            ("ratio_one").
         options: keyword arguments of GRPOTrainer.
 
     Raises:
@@ -132,11 +132,15 @@ class WithObjective(_Base):
     """
 
     def __init__(
-        self, *arguments: Any, objective: Objective = presets.DAPO, missing: MissingLogprobs = "mask", **options: Any
+        self,
+        *arguments: Any,
+        objective: Objective = presets.DAPO,
+        missing_logprobs: MissingLogprobs = "mask",
+        **options: Any,
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _LIVE_METHODS))
-        objective.check_missing(missing)
-        self.objective, self.missing = objective, missing
+        objective.check_missing(missing_logprobs)
+        self.objective, self.missing_logprobs = objective, missing_logprobs
         super().__init__(*arguments, **options)
         _check_live(self.args, objective)
         recorded = self.use_vllm or self.rollout_func is not None
@@ -162,7 +166,10 @@ class WithObjective(_Base):
     def _correct(self, step: list[dict[str, Any]]) -> None:
         """Correct one optimizer step, and store the trained tokens of each micro-batch in its inputs."""
         parts = [self._part(inputs) for inputs in step]
-        device, options = self.accelerator.device, {"missing": self.missing, "all_reduce": all_reduce_of(self)}
+        device, options = (
+            self.accelerator.device,
+            {"missing_logprobs": self.missing_logprobs, "all_reduce": all_reduce_of(self)},
+        )
         terms, metrics = step_terms(self.objective, parts, device, **options)
         log_metrics(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
         for inputs, micro_batch_terms in zip(step, terms, strict=True):
@@ -170,16 +177,15 @@ class WithObjective(_Base):
 
     def _part(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays [m] of a micro-batch for `step_terms`."""
-        mask, needs = _mask(inputs), self.objective.needs
+        mask, needs = _mask(inputs), self.objective.requirements
         old, rollout, ref = (inputs.get(f"{name}_per_token_logps") for name in ("old", "sampling", "ref"))
         if needs.rollout and rollout is None:
             raise ArgumentError(
-                "TG-INTEG-020: the objective takes recorded logprobs, and this generation of GRPOTrainer has none. "
-                "Their ratio would be made up. Return 'logprobs' from rollout_func, or take an objective on "
-                "theta/old."
+                "TG-INTEG-020: the objective needs recorded logprobs, but this generation of GRPOTrainer has none. "
+                "Return 'logprobs' from rollout_func, or use an objective on theta/old."
             )
         needs_old_before_step = any(
-            part.detached and "old" in ratio for part in self.objective.parts for ratio, _ in part.ratios()
+            part.detached and "old" in ratio for part in self.objective.components for ratio, _ in part.ratios()
         )
         if old is None and needs_old_before_step:
             with torch.no_grad():
@@ -231,13 +237,13 @@ def _check_live(args: Any, objective: Objective) -> None:
     for name in _OBJECTIVE_OPTIONS:
         if name in defaults and getattr(args, name) != defaults[name]:
             raise ArgumentError(
-                f"TG-INTEG-021: GRPOConfig.{name} is {getattr(args, name)!r}, and nothing reads it: the objective "
-                f"is\n{objective}\nLeave the option out, and say it in the objective."
+                f"TG-INTEG-021: GRPOConfig.{name} is {getattr(args, name)!r}, which has no effect: the objective "
+                f"is\n{objective}\nRemove the option, and set it in the objective."
             )
-    if args.beta != 0 and not objective.needs.ref:
+    if args.beta != 0 and not objective.requirements.ref:
         raise ArgumentError(
-            f"TG-INTEG-022: GRPOConfig.beta is {args.beta}, which loads a reference, and the objective takes none. "
-            f"Leave it out, or pass objective=with_beta(objective, {args.beta})."
+            f"TG-INTEG-022: GRPOConfig.beta is {args.beta}, which loads a reference, but the objective uses none. "
+            f"Remove it, or pass objective=with_beta(objective, {args.beta})."
         )
 
 
@@ -256,7 +262,7 @@ class FromTraces(_Base):
         sequences: aligned traces.
         advantages: [R] of traces or [M] of trained tokens.
         objective: its reference policy is the ref_model that TRL loads if args.beta is not 0.
-        missing: as in `correct`.
+        missing_logprobs: as in `correct`.
         trainer: other arguments of GRPOTrainer. Evaluation is TRL's own: it generates, and calls reward_funcs.
 
     Raises:
@@ -271,13 +277,13 @@ class FromTraces(_Base):
         advantages: ArrayLike,
         *,
         objective: Objective = presets.DAPO,
-        missing: MissingLogprobs = "mask",
+        missing_logprobs: MissingLogprobs = "mask",
         **trainer: Any,
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _TRACE_METHODS))
         ref = args.beta != 0 and not trainer.get("peft_config") and not hasattr(model, "peft_config")
         TRL_INPUTS.check(objective, available_inputs(args, rollout=True, ref=ref))
-        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing)
+        self.recorded = RecordedTraces.of(sequences, advantages, objective, missing_logprobs)
         _check(args, self.recorded)
         traces = self.recorded.traces
         rows = peer("datasets", VERSIONS).Dataset.from_dict({"prompt": [""] * len(traces), "trace": traces})
@@ -302,7 +308,7 @@ class FromTraces(_Base):
         """Split the traces of some complete optimizer steps into micro-batches, and correct each step as one unit."""
         size = len(traces) // self.args.steps_per_generation
         parts = [self.recorded.padded(traces[start : start + size], "left") for start in range(0, len(traces), size)]
-        parts, needs = [padded.to(self.accelerator.device) for padded in parts], self.recorded.objective.needs
+        parts, needs = [padded.to(self.accelerator.device) for padded in parts], self.recorded.objective.requirements
         with torch.no_grad():
             old = [self._score(self.model, padded)[0] for padded in parts] if needs.old else None
             ref = [self._score(self.ref_model, padded)[0] for padded in parts] if needs.ref else None
@@ -333,9 +339,7 @@ class FromTraces(_Base):
 
 
 def _recorded_reward(**_: Any) -> list[float]:
-    raise ArgumentError(
-        "TG-INTEG-023: evaluation generates, and has no reward for it. Pass reward_funcs=, or no eval_dataset."
-    )
+    raise ArgumentError("TG-INTEG-023: evaluation needs a reward function. Pass reward_funcs=, or omit eval_dataset.")
 
 
 def _check(args: Any, recorded: RecordedTraces) -> None:
@@ -344,13 +348,13 @@ def _check(args: Any, recorded: RecordedTraces) -> None:
     temperatures = 1 / np.unique(s.inv_temperature[s.trainable])
     if len(recorded.traces) < args.generation_batch_size:
         raise ArgumentError(
-            f"TG-INTEG-024: {len(recorded.traces)} traces have a term, and generation_batch_size is "
-            f"{args.generation_batch_size}. TRL drops what does not fill one, so nothing would be trained. Lower it, "
+            f"TG-INTEG-024: {len(recorded.traces)} traces have a trained token, but generation_batch_size is "
+            f"{args.generation_batch_size}. TRL drops incomplete batches, so no trace would be trained on. Lower it, "
             "or its factors."
         )
     if not np.allclose(temperatures, args.temperature):
         raise ArgumentError(
-            f"TG-INTEG-025: the recorded logprobs are of temperature {temperatures.tolist()}, and TRL divides all "
-            f"logits by GRPOConfig.temperature, {args.temperature}: a ratio of two distributions. Set it to the "
-            "recorded one."
+            f"TG-INTEG-025: the recorded logprobs are of temperature {temperatures.tolist()}, but TRL divides all "
+            f"logits by GRPOConfig.temperature, {args.temperature}, so ratios would be wrong. Set it to the recorded "
+            "temperature."
         )

@@ -31,7 +31,7 @@ _GIVES = TrainerInputs(
 
 
 def correct_batch(
-    batch: Any, objective: Objective, *, missing: MissingLogprobs = "mask"
+    batch: Any, objective: Objective, *, missing_logprobs: MissingLogprobs = "mask"
 ) -> tuple[Any, dict[str, float]]:
     """Correct a batch: apply rejections to response_mask, and add weights as rollout_is_weights.
 
@@ -39,7 +39,7 @@ def correct_batch(
         batch: DataProto with old_log_probs, rollout_log_probs (NaN if missing) and response_mask; also advantages for
             components with `when`, and uid for aggregation over groups.
         objective: its components on old/rollout are applied here; those on theta are left to the loss.
-        missing: as in `correct`.
+        missing_logprobs: as in `correct`.
 
     Returns:
         the batch, and metrics under verl's names. They are 0 when verl divides by zero, for example if no token is
@@ -48,15 +48,21 @@ def correct_batch(
     proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
     tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    options = {"ref": tensors.get("ref_log_prob"), "advantages": tensors.get("advantages"), "missing": missing}
+    options = {
+        "ref": tensors.get("ref_log_prob"),
+        "advantages": tensors.get("advantages"),
+        "missing_logprobs": missing_logprobs,
+    }
     options["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
-    corrected = correct(old, rollout, mask=mask.bool(), weights=objective.weights, gates=objective.gates, **options)
+    corrected = correct(
+        old, rollout, mask=mask.bool(), weights=objective.weights, rejections=objective.rejections, **options
+    )
     tensors["response_mask"] = (mask * corrected.keep).to(mask.dtype)
     if any(weight.detached for weight in objective.weights):
         batch = batch.union(proto.from_dict(tensors={"rollout_is_weights": corrected.weight}))
     known = mask.bool() & ~rollout.isnan()
     old, rollout = old[known].double().cpu(), rollout[known].double().cpu()
-    metrics = as_verl(old, rollout, Rows.padded(known.cpu()), **_metric_options(objective)).named()
+    metrics = as_verl(old, rollout, Rows.padded(known.cpu()), **_metric_options(objective)).values()
     return batch, metrics | {"rollout_corr/rollout_rs_masked_fraction": corrected.metrics["masked_fraction"]}
 
 
@@ -78,8 +84,18 @@ def register(objective: Objective, name: str = "tracegrad") -> Any:
         info = {} if config is None else config.global_batch_info
         (scale,) = torch.autograd.grad(algos.agg_loss(unit, response_mask, loss_agg_mode, **info), unit)
         row = torch.arange(len(mask), device=mask.device)[:, None].expand_as(mask)
-        inputs = {"old": old_log_prob, "scale": scale.nan_to_num(0.0), "weight": rollout_is_weights, "trace": row}
-        result = objective(log_prob, None, Terms(advantages=advantages, keep=mask, **inputs))
+        result = objective(
+            log_prob,
+            None,
+            Terms(
+                advantages=advantages,
+                keep=mask,
+                old=old_log_prob,
+                scale=scale.nan_to_num(0.0),
+                weight=rollout_is_weights,
+                trace=row,
+            ),
+        )
         count, difference = mask.sum().clamp(min=1), torch.where(mask, old_log_prob - log_prob.detach(), 0).sum()
         clipped = (result.per_term.clipped & result.per_term.keep).sum() / count
         return result.loss, {"actor/pg_clipfrac": clipped.item(), "actor/ppo_kl": (difference / count).item()}
@@ -94,13 +110,13 @@ def _metric_options(objective: Objective) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"rollout_rs": {}}
     for weight in (weight for weight in objective.weights if weight.detached):
-        level, (shape, low, high) = _LEVELS.get((weight.level.over, weight.level.agg)), weight.shape.core()
+        level, (shape, low, high) = _LEVELS.get((weight.level.over, weight.level.reduce)), weight.transform.to_core()
         if level in ("token", "seq_sum") and shape in ("clamp", "window", "strict_window"):
             options |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
             options["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
-    gates: list[Any] = [gate for gate in objective.gates if gate.detached and hasattr(gate, "level")]
+    gates: list[Any] = [gate for gate in objective.rejections if gate.detached and hasattr(gate, "level")]
     for gate in (gate for gate in gates if gate.drops is None and gate.terms == "all"):
-        level = _LEVELS.get((gate.level.over, gate.level.agg))
+        level = _LEVELS.get((gate.level.over, gate.level.reduce))
         if level and gate.stat in ("k2", "k3"):
             options["rollout_rs"][f"{level}_{gate.stat}"] = (None, gate.high)
         elif level and gate.stat == "ratio" and gate.low and gate.high:

@@ -60,7 +60,7 @@ def traces_from_outputs(
     for name, values in (("messages", messages), ("rewards", rewards), ("groups", groups)):
         if values is not None and len(values) != len(outputs):
             raise ArgumentError(
-                f"TG-INTEG-026: {name} has {len(values)} entries for {len(outputs)} requests. Give one for each."
+                f"TG-INTEG-026: {name} has {len(values)} entries for {len(outputs)} requests. Pass one per request."
             )
     options = {
         "logprob_kind": logprob_kind,
@@ -95,7 +95,7 @@ def _rewards(values: Any, output: Any, number: int) -> list[float | None]:
     if len(rewards) != len(output.outputs):
         raise ArgumentError(
             f"TG-INTEG-028: rewards[{number}] has {len(rewards)} entries for {len(output.outputs)} completions. "
-            f"Give one for each."
+            f"Pass one per completion."
         )
     return [None if np.isnan(value) else value for value in rewards]
 

@@ -41,7 +41,7 @@ def percentile(counts: NDArray[np.int64], share: float, low: float, high: float)
     Args:
         counts: [BINS].
         share: from 0 to 1.
-        low, high: the smallest and the largest ratio, known exactly; the result is between them.
+        low, high: the smallest and the largest ratio, exact; the result is between them.
 
     Returns:
         the ratio, not its logarithm; NaN if nothing was counted.
@@ -68,15 +68,15 @@ Ints = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Terms grouped by id.
+    """Tokens grouped by id.
 
-    Consecutive terms with the same id are reduced first, which is fast if terms are in order of their trace.
+    Consecutive tokens with the same id are reduced first, which is fast if tokens are in order of their trace.
 
     Args:
-        starts: [K] first term of each run of equal ids.
+        starts: [K] first token of each run of equal ids.
         owner: [K] the group of each run.
         count: number of groups.
-        terms: M.
+        terms: M, the number of tokens.
     """
 
     starts: Ints
@@ -114,14 +114,14 @@ class Groups:
         return np.bincount(self.owner, runs, self.count).astype(np.float64, copy=False)
 
     def largest(self, values: NDArray[Any]) -> Floats:
-        """Return [count] largest value of each group; -inf for a group without terms."""
+        """Return [count] largest value of each group; -inf for a group without tokens."""
         largest = np.full(self.count, -np.inf)
         if self.terms:
             np.maximum.at(largest, self.owner, np.maximum.reduceat(values, self.starts))
         return largest
 
-    def back(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return [M] the value of each term's group."""
+    def broadcast(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return [M] the value of each token's group."""
         return np.repeat(values[self.owner], np.diff(self.starts, append=self.terms))
 
 
@@ -131,11 +131,11 @@ def _runs(ids: NDArray[Any]) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Terms as a peer stores them: rows of a padded array, some of which may be empty.
+    """Tokens as a peer stores them: rows of a padded array, some of which may be empty.
 
     Args:
-        groups: terms by row; a row is a trace.
-        lengths: [R] number of terms of each row.
+        groups: tokens by row; a row is a trace.
+        lengths: [R] number of tokens of each row.
         positions: number of elements of the padded array, for peers that divide by it.
     """
 
@@ -145,10 +145,10 @@ class Rows:
 
     @classmethod
     def of(cls, trace: ArrayLike, rows: int | None = None, positions: int | None = None) -> Rows:
-        """Build rows from flat terms.
+        """Build rows from flat tokens.
 
         Args:
-            trace: [M] row of each term, from 0.
+            trace: [M] row of each token, from 0.
             rows: R, if the last rows are empty; default the highest id + 1.
             positions: default M, a padded array without padding.
 
@@ -162,8 +162,8 @@ class Rows:
         count = int(ids.max(initial=-1)) + 1 if rows is None else rows
         if len(ids) and not 0 <= ids.min() <= ids.max() < count:
             raise ArgumentError(
-                f"TG-METRIC-001: trace has ids from {ids.min()} to {ids.max()} with {count} rows. A row would be "
-                "missing in a peer's means over rows. Number the rows from 0, and say rows= if some are empty."
+                f"TG-METRIC-001: trace has ids from {ids.min()} to {ids.max()} with {count} rows. Ids "
+                "must be row numbers from 0. Pass rows= if the last rows are empty."
             )
         starts = _runs(ids)
         groups = Groups(starts, ids[starts], count, len(ids))
@@ -171,7 +171,7 @@ class Rows:
 
     @classmethod
     def padded(cls, mask: ArrayLike) -> Rows:
-        """Build rows from the terms of a padded array [B, S] of flags, in the order of `array[mask]`.
+        """Build rows from the tokens of a padded array [B, S] of flags, in the order of `array[mask]`.
 
         >>> Rows.padded([[True, False], [False, False]]).lengths.tolist()
         [1.0, 0.0]
@@ -186,7 +186,7 @@ class Rows:
 
     @property
     def filled(self) -> NDArray[np.bool_]:
-        """[R] bool: rows with a term."""
+        """[R] bool: rows with a token."""
         return self.lengths > 0
 
     def total(self, values: NDArray[Any]) -> Floats:
@@ -202,15 +202,15 @@ class Rows:
         return np.where(self.filled, self.groups.largest(values), empty)
 
     def any(self, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return [R] whether any term of the row is flagged."""
+        """Return [R] whether any token of the row is flagged."""
         return self.largest(flags.astype(np.float64)) > 0
 
     def back(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return [M] the value of each term's row."""
-        return self.groups.back(values)
+        """Return [M] the value of each token's row."""
+        return self.groups.broadcast(values)
 
     def where(self, keep: NDArray[np.bool_]) -> Rows:
-        """Return the same rows with only the terms in `keep`."""
+        """Return the same rows with only the tokens in `keep`."""
         return Rows.of(self.back(np.arange(self.count))[keep], self.count, self.positions)
 
 
@@ -274,8 +274,8 @@ class Sums:
                 names = sorted({k for k, _ in set(shapes[0].items()) ^ set(shapes[1].items())})
                 raise ArgumentError(
                     f"TG-METRIC-002: these parts were not measured alike: {', '.join(names[:5])} is not in both, or "
-                    "not of one shape. Their sum would mix two definitions. Give every part the same options and the "
-                    "same arrays."
+                    "not of one shape. Their sum would mix two definitions. Measure every part with the same "
+                    "options and arrays."
                 )
         return Sums(
             {name: value + other.totals[name] for name, value in self.totals.items()},
@@ -289,12 +289,12 @@ class Sums:
         counts = {name: np.rint(added.pop(name)).astype(np.int64) for name in self.counts}
         return Sums(added, counts, _all_reduce_arrays(all_reduce, "max", self.maxima))
 
-    def at(self, prefix: str) -> Sums:
+    def with_prefix(self, prefix: str) -> Sums:
         """Return the same sums with a prefix before their names."""
         return Sums(*({prefix + name: value for name, value in part.items()} for part in self._parts()))
 
-    def under(self, prefix: str) -> Sums:
-        """Return the sums whose names begin with `prefix`, without that prefix."""
+    def without_prefix(self, prefix: str) -> Sums:
+        """Return the sums whose names start with `prefix`, without that prefix."""
         cut = len(prefix)
         return Sums(*({k[cut:]: v for k, v in part.items() if k.startswith(prefix)} for part in self._parts()))
 

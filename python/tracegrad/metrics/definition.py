@@ -42,22 +42,27 @@ class MetricSet:
     Args:
         rows: metrics of a table.
         prefix: prefix of the names of the sums.
-        words: values of the placeholders in the metrics' names.
+        placeholders: values of the placeholders in the metrics' names.
     """
 
     rows: tuple[Metric, ...]
     prefix: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
+    placeholders: Mapping[str, str] = field(default_factory=dict)
 
-    def named(self, sums: Sums) -> dict[str, float]:
+    def values(self, sums: Sums) -> dict[str, float]:
         """Return the name and value of each metric."""
-        own_sums = sums.under(self.prefix) if self.prefix else sums
-        return {row.name.format(**self.words): float(row.value(own_sums)) for row in self.rows if row.value is not None}
+        own_sums = sums.without_prefix(self.prefix) if self.prefix else sums
+        return {
+            row.name.format(**self.placeholders): float(row.value(own_sums))
+            for row in self.rows
+            if row.value is not None
+        }
 
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Sums of one part of a step, and the metrics that are computed from them. Add parts first, then call `named` once.
+    """Sums of one part of a step, and the metrics that are computed from them. Add parts first, then call `values`
+    once.
 
     Args:
         sums: mergeable.
@@ -84,18 +89,18 @@ class MetricSums:
         """Return the same over all ranks."""
         return MetricSums(self.sums.all_reduce(all_reduce), self.readings)
 
-    def named(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Return names to values; a mean over nothing is NaN."""
-        return {name: value for reading in self.readings for name, value in reading.named(self.sums).items()}
+        return {name: value for reading in self.readings for name, value in reading.values(self.sums).items()}
 
 
 def table(rows: Iterable[Metric]) -> str:
     """Return metrics as a markdown table.
 
-    >>> print(table([Metric("kl", "nats", "theta / ref", "terms", "How far.")]))
+    >>> print(table([Metric("kl", "nats", "theta / ref", "tokens", "How far.")]))
     | name | unit | which ratio | divided by | meaning |
     |---|---|---|---|---|
-    | `kl` | nats | theta / ref | terms | How far. |
+    | `kl` | nats | theta / ref | tokens | How far. |
     """
     cells = [(f"`{m.name}`", m.unit, m.ratio or "-", m.per or "-", m.meaning) for m in rows]
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in cells]

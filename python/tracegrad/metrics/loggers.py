@@ -15,7 +15,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from tracegrad.config.dotted_keys import split_names
 from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.storage import files
@@ -91,8 +90,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         row = _parse_row(line)
         if row is None:
             raise ReadError(
-                f"TG-METRIC-005: {path}:{number}: no row of metrics. The file was changed after it was written, and "
-                "the curves of the run cannot be gone on with. Move it away to go on without its rows."
+                f"TG-METRIC-005: {path}:{number}: not a row of metrics. The file was changed after it was written, so "
+                "the run cannot continue its curves. Move the file away to continue without its rows."
             )
         rows.append(row)
     return rows
@@ -107,11 +106,11 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """One live line by tqdm: loss, value, ratio mean, clip fraction, ESS, tokens/s.
+    """One live line by tqdm: the metrics of `progress_line`, by their names in metrics.jsonl.
 
     Args:
-        total: optimizer steps of the whole run.
-        done: steps taken before this process.
+        total: optimizer steps of the full run.
+        done: steps before this process.
         stream: output stream, default stderr. If it is not a terminal, a separate line is printed at most every 10 s.
     """
 
@@ -133,7 +132,7 @@ class Progress:
     def log(self, row: Row) -> None:
         """Show the row; metrics of earlier rows stay on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
-        self._was_known |= bool(row.get("off_policy_value_known"))
+        self._was_known |= bool(row.get("ope_reliable"))
         line = progress_line(self._last, was_known=self._was_known)
         self._bar.set_description_str(line, refresh=False)
         self._bar.update(row["step"] - self._step)
@@ -149,44 +148,44 @@ class Progress:
 
 
 def progress_line(row: Row, was_known: bool = False) -> str:
-    """Return the text of the live line for a row; `was_known`: the value was known at some earlier step.
+    """Return the text of the live line for a row; `was_known`: an earlier step had an off-policy estimate.
 
-    >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_known": 1}
-    >>> value = {f"off_policy_value{end}": number for end, number in value.items()}
-    >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01, "tokens_per_s": 12345.6})
-    'loss -0.0123  value 0.410 (0.330-0.490)  ratio 1.002  clip 1.0%  ESS 80%  12,346 tok/s'
+    >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_reliable": 1}
+    >>> value = {f"ope{end}": number for end, number in value.items()}
+    >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01})
+    'loss -0.0123  ope 0.410 (0.330-0.490)  ratio_mean 1.002  clip_fraction 1.0%  ope_ess_fraction 80%'
     """
     parts = []
     if "loss" in row:
         parts.append(f"loss {row['loss']:.4f}")
-    if "off_policy_value" in row:
+    if "ope" in row:
         value = off_policy_estimate(row)
         text = value and "{:.3f} ({:.3f}-{:.3f})".format(*value)
-        parts.append(f"value {text or ('no longer known' if was_known else 'not known')}")
+        parts.append(f"ope {text or ('no longer reliable' if was_known else 'unreliable')}")
     if "ratio_mean" in row:
-        parts.append(f"ratio {row['ratio_mean']:.3f}")
+        parts.append(f"ratio_mean {row['ratio_mean']:.3f}")
     if "clip_fraction" in row:
-        parts.append(f"clip {row['clip_fraction']:.1%}")
-    if row.get("off_policy_value_ess_fraction"):  # 0 means that no trace has a ratio, not that the sample is small
-        parts.append(f"ESS {row['off_policy_value_ess_fraction']:.0%}")
+        parts.append(f"clip_fraction {row['clip_fraction']:.1%}")
+    if row.get("ope_ess_fraction"):  # 0 means that no trace has a ratio, not that the sample is small
+        parts.append(f"ope_ess_fraction {row['ope_ess_fraction']:.0%}")
     if "tokens_per_s" in row:
-        parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+        parts.append(f"tokens_per_s {row['tokens_per_s']:,.0f}")
     return "  ".join(parts)
 
 
 def off_policy_estimate(row: Row) -> tuple[float, float, float] | None:
-    """Return the off-policy value of a row and the ends of its interval; None if the row has no known value.
+    """Return the off-policy estimate of a row and the ends of its interval; None if the row has no reliable estimate.
 
-    Every display of a value (command line, report, model card, viewer, notebook) uses this function.
+    Every display of the estimate (command line, report, model card, viewer, notebook) uses this function.
 
-    >>> row = {"off_policy_value": 0.95, "off_policy_value_low": 0.9, "off_policy_value_high": 1.0}
-    >>> off_policy_estimate({**row, "off_policy_value_known": 1})
+    >>> row = {"ope": 0.95, "ope_low": 0.9, "ope_high": 1.0}
+    >>> off_policy_estimate({**row, "ope_reliable": 1})
     (0.95, 0.9, 1.0)
-    >>> off_policy_estimate({**row, "off_policy_value_known": 0}) is None
+    >>> off_policy_estimate({**row, "ope_reliable": 0}) is None
     True
     """
-    value, low, high = (row.get(f"off_policy_value{end}") for end in ("", "_low", "_high"))
-    if not row.get("off_policy_value_known") or value is None or low is None or high is None:
+    value, low, high = (row.get(f"ope{end}") for end in ("", "_low", "_high"))
+    if not row.get("ope_reliable") or value is None or low is None or high is None:
         return None
     return float(value), float(low), float(high)
 
@@ -195,7 +194,7 @@ class Stopwatch:
     """Wall time by stage, in seconds.
 
     Args:
-        begins: called with the name of each stage when it begins.
+        on_begin: called with the name of each stage when it starts.
 
     >>> watch = Stopwatch()
     >>> with watch("read"):
@@ -204,9 +203,9 @@ class Stopwatch:
     ['read']
     """
 
-    def __init__(self, begins: Callable[[str], None] | None = None) -> None:
+    def __init__(self, on_begin: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._on_begin = begins
+        self._on_begin = on_begin
         self._running: list[tuple[str, float]] = []
 
     def __call__(self, stage: str) -> "Stopwatch":
@@ -233,16 +232,16 @@ PROJECT = "tracegrad"
 _ID = "dashboard_id"
 
 
-def open_sinks(told: str, out: Path, config: Mapping[str, Any]) -> list[Sink]:
+def open_sinks(names: Iterable[str], out: Path, config: Mapping[str, Any]) -> list[Sink]:
     """Return the selected dashboards, ready for rows.
 
     Args:
-        told: their names, separated by commas, as in `train.log_to`.
+        names: their names, as in `train.report_to`.
         out: directory of the run. Its name is the run's name on the dashboard, and it stores the id with which a
             resumed run continues.
         config: options by dotted name, shown next to the curves.
     """
-    return [_SINKS[name](out, config) for name in split_names(told)]
+    return [_SINKS[name](out, config) for name in names]
 
 
 class TensorBoard:
@@ -277,14 +276,15 @@ class Wandb:
             raise _missing_package("wandb") from error
         settings = wandb.Settings(silent=True)
         project = None if settings.project else PROJECT
-        arguments: dict[str, Any] = {
-            "id": _id(out),
-            "name": out.name,
-            "dir": str(out),
-            "config": dict(config),
-            "settings": settings,
-        }
-        self._run = wandb.init(project=project, resume="allow", **arguments)
+        self._run = wandb.init(
+            project=project,
+            resume="allow",
+            id=_id(out),
+            name=out.name,
+            dir=str(out),
+            config=dict(config),
+            settings=settings,
+        )
 
     def log(self, row: Row) -> None:
         """Log the finite numbers of the row."""
@@ -305,9 +305,16 @@ class Trackio:
             raise _missing_package("trackio") from error
         self._trackio = trackio
         name = f"{out.name}-{_id(out)}"
-        quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with redirect_stdout(sys.stderr):
-            self._run = trackio.init(PROJECT, name=name, config=dict(config), resume="allow", **quiet)
+            self._run = trackio.init(
+                PROJECT,
+                name=name,
+                config=dict(config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
 
     def log(self, row: Row) -> None:
         """Log the finite numbers of the row."""
@@ -360,6 +367,6 @@ def _id(out: Path) -> str:
 
 def _missing_package(name: str) -> ArgumentError:
     return ArgumentError(
-        f"TG-METRIC-006: train.log_to names {name}, and that package is not installed. Nothing can be written for it. "
-        f"pip install 'tracegrad[{name}]', or leave the name out: metrics.jsonl is always written."
+        f"TG-METRIC-006: train.report_to names {name}, but that package is not installed. "
+        f"Run pip install 'tracegrad[{name}]', or remove the name: metrics.jsonl is always written."
     )

@@ -27,7 +27,7 @@ _PAIRS = {
 
 @dataclass(frozen=True)
 class Column:
-    """Quantities of one comparison that are summed, [M] by term or [K] by piece.
+    """Quantities of one comparison that are summed, [M] by token or [K] by piece.
 
     Args:
         totals, counts, maxima: as in `Sums`; counts contain "n".
@@ -93,7 +93,7 @@ def _pair(top: Floats, bottom: Floats, *, with_traces: bool) -> Column:
 
 
 def _trace_sums(totals: Mapping[str, Floats], n: Floats) -> Sums:
-    """Return products and perplexities of the traces [G] with a known term; the other traces count as 0."""
+    """Return products and perplexities of the traces [G] with both logprobs of a token; the other traces count as 0."""
     nonempty = n > 0
     product = np.exp(np.clip(-totals["k1"][nonempty], -LIMIT, LIMIT))
     top, bottom = (totals[side][nonempty] / n[nonempty] for side in ("top", "bottom"))
@@ -134,7 +134,7 @@ def _gradient(magnitude: Floats, sign: NDArray) -> Column:
 
 
 PERCENTILES = {"p1": 0.01, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99, "p99_9": 0.999}
-"""Name to the share of terms at or below the percentile."""
+"""Name to the share of tokens at or below the percentile."""
 
 Formula = Callable[[Sums], Floats]
 
@@ -219,7 +219,7 @@ def _kl(name: str, ratio: str, from_to: str, suffix: str = "") -> tuple[Metric, 
                 "nats",
                 ratio,
                 _KNOWN,
-                f"Standard error of {name}_{kind}, terms of one trace taken as one draw.",
+                f"Standard error of {name}_{kind}, with each trace as one independent sample.",
                 _standard_error(kind),
             ),
         )
@@ -227,36 +227,47 @@ def _kl(name: str, ratio: str, from_to: str, suffix: str = "") -> tuple[Metric, 
 
 
 _OLD = "old / rollout"
-_KNOWN = "terms with both logprobs"
-_KEPT = "known terms that gates kept"
+_KNOWN = "tokens with both logprobs"
+_KEPT = "tokens with both logprobs that no rejection dropped"
 _THETA = "theta / rollout"
 
 METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
     "terms": (),
     "mismatch": (
-        Metric("known_terms", "terms", _OLD, "", "Terms with both an old and a rollout logprob.", lambda s: s["n"]),
-        Metric("mismatch_mean", "1", _OLD, _KNOWN, "Mean ratio, before any truncation.", _mean("ratio")),
-        Metric("mismatch_min", "1", _OLD, "", "Smallest ratio.", _smallest("ratio")),
-        Metric("mismatch_max", "1", _OLD, "", "Largest ratio.", _largest_of("ratio")),
-        *_percentiles("mismatch", "ratio", _OLD, "terms", "a ratio, before any truncation,"),
-        Metric("mismatch_ess", "share", _OLD, _KNOWN, "Kish's of the raw ratios.", _kish_share("ratio", "ratio2")),
-        Metric("mismatch_ess_count", "terms", _OLD, "", "(sum r)^2 / sum r^2.", _kish("ratio", "ratio2")),
         Metric(
-            "mismatch_trace_ess",
+            "tokens_with_rollout_logprob",
+            "tokens",
+            _OLD,
+            "",
+            "Tokens with both an old and a rollout logprob.",
+            lambda s: s["n"],
+        ),
+        Metric("old_rollout_ratio_mean", "1", _OLD, _KNOWN, "Mean ratio, before any truncation.", _mean("ratio")),
+        Metric("old_rollout_ratio_min", "1", _OLD, "", "Smallest ratio.", _smallest("ratio")),
+        Metric("old_rollout_ratio_max", "1", _OLD, "", "Largest ratio.", _largest_of("ratio")),
+        *_percentiles("old_rollout_ratio", "ratio", _OLD, "tokens", "a ratio, before any truncation,"),
+        Metric(
+            "old_rollout_ratio_ess", "share", _OLD, _KNOWN, "Kish's of the raw ratios.", _kish_share("ratio", "ratio2")
+        ),
+        Metric("old_rollout_ratio_ess_count", "tokens", _OLD, "", "(sum r)^2 / sum r^2.", _kish("ratio", "ratio2")),
+        Metric(
+            "old_rollout_ratio_trace_ess",
             "share",
             "old / rollout, product over the trace",
-            "traces with a known term",
-            "Kish's of the products: what is left of the traces under an exact correction.",
+            "traces with both logprobs of a token",
+            "Kish's of the products: share of the traces that remains under an exact correction.",
             _kish_share("product", "product2", "traces"),
         ),
-        Metric("mismatch_clamped", "terms", _OLD, "", "Terms with |l| beyond 20 nats.", lambda s: s["clamped"]),
+        Metric(
+            "old_rollout_ratio_clamped", "tokens", _OLD, "", "Tokens with |l| beyond 20 nats.", lambda s: s["clamped"]
+        ),
         *_kl("kl_rollout_old", _OLD, "rollout || old"),
         Metric("chi2_token", "1", _OLD, _KNOWN, "Mean of r^2, minus 1.", lambda s: _mean("ratio2")(s) - 1),
         Metric(
             "chi2_trace",
             "1",
             "old / rollout, product over the trace",
-            "traces with a known term",
+            "traces with both logprobs of a token",
             "Mean squared product, minus 1; the sum of l is clamped to 20 nats.",
             lambda s: _mean("product2", "traces")(s) - 1,
         ),
@@ -264,7 +275,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "perplexity_old",
             "1",
             "",
-            "traces with a known term",
+            "traces with both logprobs of a token",
             "Mean over traces of exp(- mean old logprob).",
             _mean("top.perplexity", "traces"),
         ),
@@ -272,7 +283,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "perplexity_rollout",
             "1",
             "",
-            "traces with a known term",
+            "traces with both logprobs of a token",
             "The same of the rollout logprobs.",
             _mean("bottom.perplexity", "traces"),
         ),
@@ -280,7 +291,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "perplexity_gap",
             "1",
             _OLD,
-            "traces with a known term",
+            "traces with both logprobs of a token",
             "perplexity_old - perplexity_rollout.",
             lambda s: divide(s["top.perplexity"] - s["bottom.perplexity"], s["traces"]),
         ),
@@ -288,16 +299,20 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "log_perplexity_gap",
             "nats",
             _OLD,
-            "traces with a known term",
+            "traces with both logprobs of a token",
             "Mean over traces of their mean rollout - old logprob: k1 with every trace of one weight.",
             _mean("log_perplexity_gap", "traces"),
         ),
-        Metric("logprob_gap_mean", "nats", _OLD, _KNOWN, "Mean of |l|.", _mean("gap")),
-        Metric("logprob_gap_max", "nats", _OLD, "", "Largest |l|.", _largest_of("gap")),
+        Metric("old_rollout_logprob_diff_mean", "nats", _OLD, _KNOWN, "Mean of |l|.", _mean("gap")),
+        Metric("old_rollout_logprob_diff_max", "nats", _OLD, "", "Largest |l|.", _largest_of("gap")),
     ),
     "weight": (
-        Metric("ess", "share", _OLD, _KEPT, "(sum w)^2 / sum w^2 / n; 0 where every w is 0.", _kish_share("w", "w2")),
-        Metric("ess_count", "terms", _OLD, "", "(sum w)^2 / sum w^2: Kish's effective terms.", _kish("w", "w2")),
+        Metric(
+            "token_ess", "share", _OLD, _KEPT, "(sum w)^2 / sum w^2 / n; 0 where every w is 0.", _kish_share("w", "w2")
+        ),
+        Metric(
+            "token_ess_count", "tokens", _OLD, "", "(sum w)^2 / sum w^2: Kish's effective tokens.", _kish("w", "w2")
+        ),
         Metric("weight_mean", "1", _OLD, _KEPT, "Mean weight, after truncation and normalisation.", _mean("w")),
         Metric("weight_min", "1", _OLD, "", "Smallest weight.", _smallest("w")),
         Metric("weight_max", "1", _OLD, "", "Largest weight.", _largest_of("w")),
@@ -309,22 +324,27 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "1",
             _THETA,
             _KNOWN,
-            "Mean of exp(logprob - rollout logprob). ART counts a missing logprob as 1; here it stands outside.",
+            "Mean of exp(logprob - rollout logprob). ART counts a missing logprob as 1; here it is left out.",
             _mean("ratio"),
         ),
         Metric(
-            "kl_rollout",
+            "kl_rollout_theta",
             "nats",
             _THETA,
             _KNOWN,
-            "k3 estimate of KL(rollout || theta): how far the policy has gone from the one that was recorded.",
+            "k3 estimate of KL(rollout || theta): distance of the policy from the recorded one.",
             _mean("k3"),
         ),
         Metric(
-            "kl_rollout_se", "nats", _THETA, _KNOWN, "Standard error of kl_rollout, by trace.", _standard_error("k3")
+            "kl_rollout_theta_se",
+            "nats",
+            _THETA,
+            _KNOWN,
+            "Standard error of kl_rollout_theta, by trace.",
+            _standard_error("k3"),
         ),
         Metric(
-            "rollout_gap",
+            "trainer_rollout_logprob_diff_mean",
             "nats",
             _THETA,
             _KNOWN,
@@ -334,22 +354,27 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
     ),
     "update": (
         Metric(
-            "kl_old",
+            "kl_old_theta",
             "nats",
             "theta / old",
-            "terms",
-            "k3 estimate of KL(old || theta): how far since `old` was refreshed.",
+            "tokens",
+            "k3 estimate of KL(old || theta): distance since `old` was measured.",
             _mean("k3"),
         ),
     ),
     "reference": (
         Metric(
-            "kl", "nats", "theta / ref", "terms", "k3 estimate of KL(theta || ref); only with a reference.", _mean("k3")
+            "kl_ref",
+            "nats",
+            "theta / ref",
+            "tokens",
+            "k3 estimate of KL(theta || ref); only with a reference.",
+            _mean("k3"),
         ),
     ),
     "advantage": (
-        Metric("advantage_mean", "1", "", "terms", "Mean advantage of the terms.", _mean("a")),
-        Metric("advantage_std", "1", "", "terms", "Its deviation over terms (n below).", _deviation("a", "a2")),
+        Metric("advantage_mean", "1", "", "tokens", "Mean advantage of the tokens.", _mean("a")),
+        Metric("advantage_std", "1", "", "tokens", "Its deviation over tokens (n below).", _deviation("a", "a2")),
         Metric("advantage_min", "1", "", "", "Smallest.", _smallest("a")),
         Metric("advantage_max", "1", "", "", "Largest.", _largest_of("a")),
     ),
@@ -359,7 +384,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "share",
             "",
             "sum of |d loss / d logprob|",
-            "Part of the pull that comes from terms with A > 0.",
+            "Share of the gradient magnitude from tokens with A > 0.",
             _mean("positive", "pull"),
         ),
         Metric(
@@ -367,7 +392,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "share",
             "",
             "sum of |d loss / d logprob|",
-            "Part from terms with A < 0; what is left has A = 0 and comes from penalties.",
+            "Share from tokens with A < 0; the rest has A = 0 and is due to penalties.",
             _mean("negative", "pull"),
         ),
         Metric(
@@ -375,7 +400,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "share",
             "",
             "sum of |d loss / d logprob|",
-            "Part of the trace that pulls most.",
+            "Share of the trace with the largest gradient magnitude.",
             lambda s: divide(s["pull.max"], s["pull"]),
         ),
         Metric(
@@ -383,7 +408,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "traces",
             "",
             "",
-            "Kish's of the traces' pulls: by how many traces the step is moved.",
+            "Kish's effective number of traces by gradient magnitude.",
             _kish("pull", "pull2"),
         ),
     ),
@@ -397,7 +422,7 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
             "share",
             "",
             "sum of |d loss / d logprob| over all cells",
-            "Part of the pull that comes from the cell; in breakdowns only.",
+            "Share of the gradient magnitude from the cell; in breakdowns only.",
             lambda s: divide(s["pull"], s["pull"].sum()),
         ),
     )
@@ -458,15 +483,15 @@ BREAKDOWNS = {
 
 @dataclass(frozen=True)
 class OffPolicySums:
-    """Sums of one part of a step. Add parts with +, merge ranks with `all_reduce`, and call `named` once at the end.
+    """Sums of one part of a step. Add parts with +, merge ranks with `all_reduce`, and call `values` once at the end.
 
     Parts may be split anywhere between traces. Chi-square and effective sample size by trace, perplexity, standard
-    errors and shares of the gradient by trace need whole traces: a trace that is split counts as two. Integer counts
+    errors and shares of the gradient by trace need complete traces: a trace that is split counts as two. Integer counts
     merge to the last bit, sums up to float64 rounding.
 
     >>> old, rollout = np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.25, 0.2])
-    >>> here = OffPolicySums.of(old, rollout, trace=[0, 0, 1]).named()
-    >>> round(here["mismatch_mean"], 6), round(here["chi2_token"], 6), here["mismatch_p50"]
+    >>> here = OffPolicySums.of(old, rollout, trace=[0, 0, 1]).values()
+    >>> round(here["old_rollout_ratio_mean"], 6), round(here["chi2_token"], 6), here["old_rollout_ratio_p50"]
     (1.333333, 1.0, 1.0)
     """
 
@@ -489,20 +514,20 @@ class OffPolicySums:
         tier: ArrayLike | None = None,
         lag: ArrayLike | None = None,
     ) -> "OffPolicySums":
-        """Measure terms. All arrays are [M], one entry per term, in any order.
+        """Measure tokens. All arrays are [M], one entry per token, in any order.
 
         Args:
-            old: logprobs of the proximal policy, nats; those of theta in objectives without old.
-            rollout: recorded logprobs, NaN if unknown: such a term is left out of every ratio to rollout.
+            old: logprobs of the proximal policy, nats; theta's in objectives without old.
+            rollout: recorded logprobs, NaN if unknown: such a token is left out of every ratio to rollout.
             trace: integer ids.
-            keep: bool, False if a gate dropped the term; such a term has no weight. Default all True.
+            keep: bool, False if a rejection dropped the token; such a token has no weight. Default all True.
             weight: after truncation (`Correction.weight`).
             theta, ref: logprobs of the policy being trained and of the reference.
-            advantages: advantage of each term.
-            gradient: d loss / d logprob of each term.
+            advantages: advantage of each token.
+            gradient: d loss / d logprob of each token.
             turn: index of the generation in its trace, -1 if unknown.
             tier: index of the alignment level, 255 if none.
-            lag: policy versions between the one being trained and the one that sampled the term, -1 if unknown.
+            lag: policy versions between the one being trained and the one that sampled the token, -1 if unknown.
 
         Raises:
             ArgumentError: if the arrays differ in length, or a logprob is infinite.
@@ -524,7 +549,7 @@ class OffPolicySums:
             part_sums = {part: _sum_by_cell(column, parts, owner, count) for part, column in at_pieces.items()}
             for part, column in measured.items():
                 histograms = Sums.of() if column.bins is None else _histograms(column.bins, cell, count)
-                sums = sums | (part_sums[part] | histograms).at(f"{name}/{part}.")
+                sums = sums | (part_sums[part] | histograms).with_prefix(f"{name}/{part}.")
         return cls(sums)
 
     def __add__(self, other: "OffPolicySums") -> "OffPolicySums":
@@ -535,13 +560,14 @@ class OffPolicySums:
         """Return the same over all ranks, with two collective calls for any number of metrics."""
         return OffPolicySums(self.sums.all_reduce(all_reduce))
 
-    def named(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Return the names in docs/metrics.md to values; `NAME/turn_0` and so on if a breakdown has several cells."""
         metrics = {
-            name: float(value[0]) for name, value in _values(self.sums.under("all/"), METRICS_BY_COMPARISON).items()
+            name: float(value[0])
+            for name, value in _values(self.sums.without_prefix("all/"), METRICS_BY_COMPARISON).items()
         }
         for name, breakdown in BREAKDOWNS.items():
-            sums = self.sums.under(f"{name}/")
+            sums = self.sums.without_prefix(f"{name}/")
             filled = np.flatnonzero(sums["terms.n"]) if "terms.n" in sums else np.zeros(0, np.intp)
             if len(filled) > 1:
                 values = _values(
@@ -559,12 +585,12 @@ class OffPolicySums:
 def _values(sums: Sums, rows: Mapping[str, tuple]) -> dict[str, Floats]:
     """Return each metric's value in each cell, for the comparisons that were measured."""
     measured = [part for part in rows if f"{part}.n" in sums and sums[f"{part}.n"].any()]
-    return {row.name: row.value(sums.under(f"{part}.")) for part in measured for row in rows[part]}
+    return {row.name: row.value(sums.without_prefix(f"{part}.")) for part in measured for row in rows[part]}
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Consecutive terms of one trace and one cell of every breakdown; all breakdowns are summed from these pieces."""
+    """Consecutive tokens of one trace and one cell of every breakdown; all breakdowns are summed from these pieces."""
 
     groups: Groups
     trace: NDArray[np.intp]
@@ -575,10 +601,10 @@ def _pieces(
 ) -> tuple[_Pieces, dict[str, NDArray], dict[str, NDArray]]:
     """Return the pieces, and the arrays in their order.
 
-    The order is the given one, or sorted by piece if pieces would have fewer than four terms on average.
+    The order is the given one, or sorted by piece if pieces would have fewer than four tokens on average.
     """
     groups = Groups.of(ids)
-    key = groups.back(np.arange(groups.count))
+    key = groups.broadcast(np.arange(groups.count))
     for cell in cells.values():
         key = key * 16 + cell
     pieces = Groups.runs(key)
@@ -633,20 +659,17 @@ def _check_arrays(arrays: Mapping[str, NDArray], terms: int) -> None:
     for name, values in arrays.items():
         if values.shape != (terms,):
             raise ArgumentError(
-                f"TG-METRIC-007: {name} is {values.shape} but trace has {terms} terms. Each term needs its own entry. "
-                "Pass flat arrays of one length."
+                f"TG-METRIC-007: {name} is {values.shape} but trace has {terms} tokens. "
+                "Pass flat arrays with one entry per token."
             )
         if name in ("old", "rollout", "theta", "ref") and np.isinf(values).any():
             raise ArgumentError(
-                f"TG-METRIC-008: {name} has {int(np.isinf(values).sum())} infinite logprobs. A sum with one of them "
-                "says nothing of the others. Pass NaN where a logprob is not known."
+                f"TG-METRIC-008: {name} has {int(np.isinf(values).sum())} infinite logprobs. Their "
+                "sums would be infinite. Pass NaN if a logprob is unknown."
             )
     if "weight" in arrays and not (np.isfinite(arrays["weight"]) & (arrays["weight"] >= 0)).all():
-        raise ArgumentError(
-            "TG-METRIC-009: weight holds what is negative or not finite. Factors are not. Pass Corrected.weight."
-        )
+        raise ArgumentError("TG-METRIC-009: weight has negative or non-finite entries. Pass Correction.weight.")
     if "gradient" in arrays and "advantages" not in arrays:
         raise ArgumentError(
-            "TG-METRIC-010: gradient without advantages. Which sign a term pulls with is not known. Pass "
-            "advantages= too."
+            "TG-METRIC-010: gradient needs advantages, for the sign of each token's gradient. Pass advantages= too."
         )

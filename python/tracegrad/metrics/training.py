@@ -32,8 +32,8 @@ class Rewards:
 
     Parts must be split between groups, because a group has one baseline.
 
-    >>> found = Rewards.of([1.0, 1.0, 0.0, float("nan")], [0, 0, 1, 1]).named()
-    >>> round(found["reward"], 3), found["frac_reward_zero_std"], found["frac_unscorable"]
+    >>> found = Rewards.of([1.0, 1.0, 0.0, float("nan")], [0, 0, 1, 1]).values()
+    >>> round(found["reward"], 3), found["frac_reward_zero_std"], found["frac_no_reward"]
     (0.667, 0.5, 0.25)
     """
 
@@ -53,8 +53,8 @@ class Rewards:
         reward, ids = _validation.real(rewards, "rewards"), _validation.labels(group, "group")
         if reward.ndim != 1 or reward.shape != ids.shape:
             raise ArgumentError(
-                f"TG-METRIC-011: rewards are {reward.shape} and groups {ids.shape}. Which traces share a baseline is "
-                "not known. Pass one of each per trace, both flat."
+                f"TG-METRIC-011: rewards are {reward.shape} and groups {ids.shape}. They must have "
+                "one entry per trace. Pass flat arrays of one length."
             )
         known = ~np.isnan(reward)
         counts = {"traces": len(reward), "flat": np.count_nonzero(zero_std_mask(reward, ids))}
@@ -68,7 +68,7 @@ class Rewards:
         """Return the same over all ranks."""
         return Rewards(self.sums.all_reduce(all_reduce))
 
-    def named(self) -> dict[str, float]:
+    def values(self) -> dict[str, float]:
         """Return the names in docs/metrics.md to values."""
         return {row.name: float(row.value(self.sums)) for row in REWARDS if row.value is not None}
 
@@ -78,7 +78,7 @@ def zero_std_mask(reward: NDArray[np.float64], group: NDArray) -> NDArray[np.boo
     groups, known = Groups.of(group), ~np.isnan(reward)
     high = groups.largest(np.where(known, reward, -np.inf))
     low = -groups.largest(np.where(known, -reward, -np.inf))
-    return groups.back((groups.total(known) > 1) & (high == low))
+    return groups.broadcast((groups.total(known) > 1) & (high == low))
 
 
 def _reward_moments(sums: Sums) -> Moments:
@@ -100,11 +100,11 @@ REWARDS: tuple[Metric, ...] = (
         "share",
         "",
         "traces",
-        "Traces of groups of two or more whose known rewards are all equal: they teach nothing. TRL's.",
+        "Traces of groups of two or more whose known rewards are all equal, so that their advantage is 0. TRL's.",
         lambda s: divide(s["flat"], s["traces"]),
     ),
     Metric(
-        "frac_unscorable",
+        "frac_no_reward",
         "share",
         "",
         "traces",
@@ -125,7 +125,7 @@ def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Metri
     Raises:
         ArgumentError: if an array is not flat, of another type or of another length.
 
-    >>> found = completions([10, 10, 12], [4, 8, 6], [False, True, False]).named()
+    >>> found = completions([10, 10, 12], [4, 8, 6], [False, True, False]).values()
     >>> found["num_tokens"], found["completions/mean_length"], found["completions/max_terminated_length"]
     (50.0, 6.0, 6.0)
     """
@@ -134,7 +134,7 @@ def completions(prompts: ArrayLike, sampled: ArrayLike, cut: ArrayLike) -> Metri
     truncated = _validation.flags(cut, "cut", length=len(before))
     counts = {"tokens": before.sum() + lengths.sum(), "cut": np.count_nonzero(truncated)}
     sums = moments("length", lengths) | moments("ended", lengths[~truncated]) | Sums.of(counts=counts)
-    return MetricSums(sums.at("completions/"), (MetricSet(COMPLETIONS, "completions/"),))
+    return MetricSums(sums.with_prefix("completions/"), (MetricSet(COMPLETIONS, "completions/"),))
 
 
 def tools(calls: ArrayLike, failed: ArrayLike) -> MetricSums:
@@ -144,13 +144,13 @@ def tools(calls: ArrayLike, failed: ArrayLike) -> MetricSums:
         calls: [R] integers: tool calls of each trace.
         failed: [R] integers: tool calls that were answered with an error.
 
-    >>> tools([2, 0, 2], [1, 0, 0]).named()
+    >>> tools([2, 0, 2], [1, 0, 0]).values()
     {'tools/call_frequency': 1.3333333333333333, 'tools/failure_frequency': 0.25}
     """
     call_counts = _validation.integers(calls, "calls")
     failures = _validation.integers(failed, "failed", length=len(call_counts))
     counts = {"traces": len(call_counts), "calls": call_counts.sum(), "failed": failures.sum()}
-    return MetricSums(Sums.of(counts=counts).at("tools/"), (MetricSet(TOOLS, "tools/"),))
+    return MetricSums(Sums.of(counts=counts).with_prefix("tools/"), (MetricSet(TOOLS, "tools/"),))
 
 
 def _terminated_metric(how: str) -> Metric:
@@ -161,7 +161,7 @@ def _terminated_metric(how: str) -> Metric:
         "tokens",
         "",
         "traces that ended by themselves" if how == "mean" else "",
-        f"{word} length of the traces that no limit cut off; 0 if there is none.",
+        f"{word} length of the traces that no limit truncated; 0 if all were truncated.",
         lambda s: row("ended")(s) if Moments(s, "ended").n else 0.0,
     )
 
@@ -191,7 +191,7 @@ COMPLETIONS: tuple[Metric, ...] = (
         "share",
         "",
         "traces",
-        "Traces whose last turn was cut off by a limit.",
+        "Traces whose last turn was truncated by a limit.",
         lambda s: divide(s["cut"], s["length.n"]),
     ),
     *map(_terminated_metric, ("mean", "min", "max")),
@@ -217,25 +217,27 @@ TOOLS: tuple[Metric, ...] = (
 
 
 TRAINING: tuple[Metric, ...] = (
-    Metric("step", "optimizer steps", "", "", "Optimizer steps taken, this one included; 0 is before the first."),
+    Metric("step", "optimizer steps", "", "", "Optimizer steps so far, this one included; 0 is before the first."),
     Metric("epoch", "epochs", "", "", "Epoch of the step, from 0."),
     Metric("loss", "1", "", "the objective's own denominator", "What was minimised: surrogate plus penalties."),
     Metric("lr", "1", "", "", "Learning rate of the step."),
-    Metric("grad_norm", "1", "", "", "Euclidean norm of the whole gradient before clipping."),
-    Metric("terms", "terms", "", "", "Trained sampling events of the step."),
-    Metric("traces", "traces", "", "", "Traces of the step with at least one term."),
+    Metric("grad_norm", "1", "", "", "Euclidean norm of the full gradient before clipping."),
+    Metric("tokens_trained", "tokens", "", "", "Trained tokens of the step."),
+    Metric("traces", "traces", "", "", "Traces of the step with at least one trained token."),
     Metric("tokens", "tokens", "", "", "Tokens of the step that went through the model, padding excluded."),
     Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
     Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
     Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
     Metric("imbalance", "1", "", "", "Work of the busiest rank over the mean of all, by plan; several ranks only."),
-    Metric("frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: they pull on nothing."),
+    Metric(
+        "frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: their surrogate has no gradient."
+    ),
     Metric(
         "staleness_mean",
         "versions",
         "",
-        "terms whose version is known",
-        "Versions between the policy that is trained and the one that sampled a term; where the trainer's is told.",
+        "tokens with a recorded version",
+        "Versions between the trained policy and the one that sampled the token, if the trainer's version is recorded.",
     ),
     Metric(
         "staleness_max",
@@ -244,105 +246,105 @@ TRAINING: tuple[Metric, ...] = (
         "",
         "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it ends.",
     ),
-    Metric("entropy", "nats", "", "terms", "Mean entropy of the policy's next-token distribution at the terms."),
+    Metric("entropy", "nats", "", "tokens", "Mean entropy of the policy's next-token distribution at the tokens."),
     Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
     Metric(
-        "reward_kl", "nats", "", "terms, then traces", "With `reward_kl.coef`: KL(old, ref) of the batch, as charged."
+        "reward_kl", "nats", "", "tokens, then traces", "With `reward_kl.coef`: KL(old, ref) of the batch, as charged."
     ),
-    Metric("reward_kl_coef", "1", "", "", "Likewise: the reward that each nat of it cost."),
+    Metric("reward_kl_coef", "1", "", "", "With `reward_kl.coef`: the reward subtracted per nat of it."),
     Metric(
-        "frac_old_logprobs_valid",
-        "share",
-        "",
-        "terms",
-        "Terms with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
-    ),
-    Metric(
-        "frac_old_logprobs_valid_all",
+        "rollout_logprob_coverage",
         "share",
         "",
         "tokens",
-        "The same over tokens of all kinds, prompts included, of each branch up to its last term: ART's denominator "
-        "without padding. A prefix that branches share counts in each of them.",
+        "Tokens with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
+    ),
+    Metric(
+        "rollout_logprob_coverage_all",
+        "share",
+        "",
+        "tokens",
+        "The same over tokens of all kinds, prompts included, of each branch up to its last trained token: ART's "
+        "denominator without padding. A prefix that branches share counts in each of them.",
     ),
     Metric(
         "ratio_mean",
         "1",
         "theta / old, or theta / rollout in objectives without old",
-        "kept terms",
-        "Mean of the ratio inside the surrogate, at the surrogate's level; absent where it takes none.",
+        "kept tokens",
+        "Mean of the ratio inside the surrogate, at the surrogate's level; absent if it has no ratio.",
     ),
-    Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept terms."),
+    Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept tokens."),
     Metric(
         "clip_fraction",
         "share",
         "as ratio_mean",
-        "terms",
-        "Terms whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual or delta "
-        "(A < 0). Dropped terms count in the denominator alone.",
+        "tokens",
+        "Tokens whose gradient the clip removed: ratio above 1 + high (A > 0), below 1 - low or above dual or delta "
+        "(A < 0). Dropped tokens count only in the denominator.",
     ),
     Metric(
-        "clip_fraction_any",
+        "clip_fraction_unsigned",
         "share",
         "as ratio_mean",
-        "terms",
-        "Terms with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
+        "tokens",
+        "Tokens with a ratio outside the clip range, whatever the sign of the advantage: ART's clip_fraction.",
     ),
     Metric(
-        "off_policy_value",
+        "ope",
         "reward",
         "theta / rollout, product over the trace",
         "weights of held-out traces",
         "Self-normalised importance-weighted reward on the held-out groups: sum w r / sum w.",
     ),
     Metric(
-        "off_policy_value_low",
+        "ope_low",
         "reward",
-        "as off_policy_value",
+        "as ope",
         "",
         "Lower end of its 95 % interval (delta method over groups), within the rewards of the held-out traces.",
     ),
-    Metric("off_policy_value_high", "reward", "as off_policy_value", "", "Upper end of its 95 % interval."),
+    Metric("ope_high", "reward", "as ope", "", "Upper end of its 95 % interval."),
     Metric(
-        "off_policy_value_recorded",
+        "ope_recorded_reward",
         "reward",
         "",
         "held-out traces",
         "Mean recorded reward of the same held-out traces.",
     ),
     Metric(
-        "off_policy_value_ess",
+        "ope_ess",
         "traces",
-        "as off_policy_value",
+        "as ope",
         "",
         "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2.",
     ),
     Metric(
-        "off_policy_value_ess_fraction",
+        "ope_ess_fraction",
         "share",
-        "as off_policy_value",
+        "as ope",
         "held-out traces",
-        "off_policy_value_ess / held-out traces with known ratios.",
+        "ope_ess / held-out traces with known ratios.",
     ),
     Metric(
-        "off_policy_value_known",
+        "ope_reliable",
         "0 or 1",
-        "as off_policy_value",
+        "as ope",
         "",
         "1 if no weight was clamped, at least 10 effective traces and 0.3 of all are left, and there is an interval.",
     ),
-    Metric("off_policy_value_traces", "traces", "", "", "Held-out traces all of whose terms have a rollout logprob."),
+    Metric("ope_traces", "traces", "", "", "Held-out traces all of whose tokens have a rollout logprob."),
     Metric(
-        "off_policy_value_clamped",
+        "ope_clamped",
         "traces",
-        "as off_policy_value",
+        "as ope",
         "",
         "Held-out traces whose summed log-ratio was clamped.",
     ),
     Metric(
-        "logprob_good", "nats", "", "terms", "Mean logprob of held-out traces with a reward above their group's mean."
+        "logprob_good", "nats", "", "tokens", "Mean logprob of held-out traces with a reward above their group's mean."
     ),
-    Metric("logprob_bad", "nats", "", "terms", "The same for traces with a reward below their group's mean."),
+    Metric("logprob_bad", "nats", "", "tokens", "The same for traces with a reward below their group's mean."),
 )
 """Metrics that the trainer itself writes into a row."""
 

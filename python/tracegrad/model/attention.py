@@ -365,8 +365,9 @@ Plan = Literal["flex", "stack", "alone", "mask"]
 def run(model: nn.Module, batch: Batch, plan: Plan, *, share_prefix: bool = False) -> Tensor:
     """Return the hidden states of a row, [T, H] in the order of `batch.ids`; zeros in branches that are not read."""
     if plan in ("stack", "alone"):
-        options = {"share_prefix": share_prefix, "padded": plan == "stack"}
-        return run_stacked(body_of(model), batch.ids, batch.positions, batch.read, **options)
+        return run_stacked(
+            body_of(model), batch.ids, batch.positions, batch.read, share_prefix=share_prefix, padded=plan == "stack"
+        )
 
     if plan == "flex":
         use_own_flex_attention(model)

@@ -65,7 +65,7 @@ def logprobs_and_entropy(
         logits_dtype=logits_dtype,
         chunk_bytes=chunk_bytes,
     )
-    return logp[batch.row], entropy[batch.row]
+    return logp[batch.logit_row], entropy[batch.logit_row]
 
 
 def forward_plan(model: nn.Module, batch: Batch) -> Plan:
@@ -88,10 +88,10 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     """
     use_own_flex_attention(model)
     has_blocks = attention_of(model) in BLOCK_ATTENTION
-    if has_blocks and not _why_not(model, ForwardMode("flex", tree=True), batch):
+    if has_blocks and not _unfit_reason(model, ForwardMode("flex", tree=True), batch):
         return "flex"
     if _is_plain(batch.positions, batch.tree_end):
-        reason = _why_not(model, ForwardMode("flex"), batch) if has_blocks else ""
+        reason = _unfit_reason(model, ForwardMode("flex"), batch) if has_blocks else ""
         if has_blocks and not reason:
             return "flex"
         if reason and must_be_fused(batch.ids.device):
@@ -100,13 +100,13 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
                 "tables of [T, T]. To accept that, load the model with attn_implementation='sdpa'; in a run, set "
                 "attention.implementation sdpa."
             )
-        return "alone" if _why_not(model, ForwardMode("stack"), batch) else "stack"
+        return "alone" if _unfit_reason(model, ForwardMode("stack"), batch) else "stack"
     _check(model, "flex" if has_blocks else "mask", batch, tree=True)
     return "mask"
 
 
 def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
-    if reason := _why_not(model, ForwardMode(plan, tree), batch):
+    if reason := _unfit_reason(model, ForwardMode(plan, tree), batch):
         impact = "A branch would read what is its sibling's, or stand at another position."
         if tree:
             raise ArgumentError(
@@ -128,8 +128,8 @@ def _check_media(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _why_not(model: nn.Module, mode: ForwardMode, batch: Batch) -> str:
-    """Return the answer of `verify.why_not` for the branches of a batch.
+def _unfit_reason(model: nn.Module, mode: ForwardMode, batch: Batch) -> str | None:
+    """Return the answer of `check_forward_mode` for the branches of a batch.
 
     The longest branch is measured only if the row is longer than the branches that were compared.
     """
@@ -137,11 +137,11 @@ def _why_not(model: nn.Module, mode: ForwardMode, batch: Batch) -> str:
     total = len(batch.ids)
     if checked >= total:
         return check_forward_mode(model, mode)
-    reach = batch.reach
-    if checked < reach:  # later branches may be longer: check up to a power of two, if row and positions allow it
+    longest = batch.longest_branch
+    if checked < longest:  # later branches may be longer: check up to a power of two, if row and positions allow it
         limit = min(total, getattr(config_of(model), "max_position_embeddings", None) or total)
-        reach = max(reach, min(1 << (reach - 1).bit_length(), limit))
-    return check_forward_mode(model, mode, reach)
+        longest = max(longest, min(1 << (longest - 1).bit_length(), limit))
+    return check_forward_mode(model, mode, longest)
 
 
 def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> Tensor:
@@ -166,13 +166,13 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
             )
         return vision.image_hidden_states(model, batch)
     _check_media(model, batch)
-    if plan in ("flex", "mask") and _why_not(model, ForwardMode(plan, tree=True), batch):
+    if plan in ("flex", "mask") and _unfit_reason(model, ForwardMode(plan, tree=True), batch):
         _check(model, plan, batch, tree=not _is_plain(batch.positions, batch.tree_end))
     plan = plan or forward_plan(model, batch)
     shared = (
         plan == "stack"
         and not has_activation_checkpointing(model)
-        and not _why_not(model, ForwardMode("stack", tree=True), batch)
+        and not _unfit_reason(model, ForwardMode("stack", tree=True), batch)
     )
     return run(model, batch, plan, share_prefix=shared)
 

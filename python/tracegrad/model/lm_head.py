@@ -117,7 +117,13 @@ def device_chunk_bytes(size: Size, wants: Gradients, free_bytes: int) -> int:
 
 
 def choose_plan(
-    size: Size, wants: Gradients, chunk_rows: int, *, fits: bool = False, unfit: str = "", asked: Name | None = None
+    size: Size,
+    wants: Gradients,
+    chunk_rows: int,
+    *,
+    fits: bool = False,
+    reason_unfit: str = "",
+    requested: Name | None = None,
 ) -> HeadPlan:
     """Return the cheapest plan that is exact, or the plan `asked` if it is set.
 
@@ -126,8 +132,8 @@ def choose_plan(
         wants: the gradients to compute.
         chunk_rows: rows of a chunk.
         fits: whether the loss can be evaluated chunk by chunk.
-        unfit: the reason why it cannot.
-        asked: the name of a plan; None chooses.
+        reason_unfit: the reason why it cannot.
+        requested: the name of a plan; None chooses.
 
     Raises:
         ArgumentError: if the plan `asked` is not possible.
@@ -144,18 +150,18 @@ def choose_plan(
             reasons["frozen"] = "the head takes no gradient and the loss none by the entropy"
         if fits:
             reasons["one-pass"] = "the loss of a chunk is known when its logits are"
-        reasons["recompute"] = unfit or "the loss is not known here"
-    chosen = asked or next(iter(reasons))
+        reasons["recompute"] = reason_unfit or "the loss is not known here"
+    chosen = requested or next(iter(reasons))
     if chosen not in reasons:
-        raise ArgumentError(_impossible_plan_message(chosen, wants, unfit))
+        raise ArgumentError(_impossible_plan_message(chosen, wants, reason_unfit))
     return _plan_with_costs(size, wants, chunk_rows, chosen, reasons[chosen])
 
 
-def _impossible_plan_message(name: Name, wants: Gradients, unfit: str) -> str:
+def _impossible_plan_message(name: Name, wants: Gradients, reason: str) -> str:
     reason = {
         "no-grad": "a gradient is wanted",
         "recompute": "nothing takes a gradient",
-        "one-pass": unfit or "the loss is not known here",
+        "one-pass": reason or "the loss is not known here",
         "frozen": "the head takes a gradient, or the loss one by the entropy",
     }[name]
     if not wants.any:
@@ -283,7 +289,7 @@ class HeadProblem:
                 total[rows] = values
         return statistics
 
-    def slopes(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
+    def statistics_and_gradient(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
         """Compute the statistics of all rows, and d logp / d hidden [U, H]."""
         statistics = self._empty()
         sums = GradientSums(self.hidden, self.head, (True, False, False))
@@ -437,7 +443,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         slopes = None
         if choose_plan(problem.size(), wants, ctx.chunk_rows).name == "frozen":
-            statistics, slopes = problem.slopes(ctx.chunk_rows)
+            statistics, slopes = problem.statistics_and_gradient(ctx.chunk_rows)
         else:
             statistics = problem.statistics(ctx.chunk_rows)
         # Save the parameters after their cast: otherwise backward would cast the weight of a float32 model again.
@@ -458,4 +464,4 @@ class _TokenLogprobs(torch.autograd.Function):
         problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
         sums = GradientSums(hidden, problem.head, ctx.needs_input_grad[:3])
         problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
-        return *sums.found(*ctx.dtypes), *(None,) * 4
+        return *sums.gradients(*ctx.dtypes), *(None,) * 4

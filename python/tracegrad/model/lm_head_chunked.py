@@ -23,9 +23,9 @@ class Rows(NamedTuple):
     target: Tensor
     inverse: Tensor | None
 
-    def at(self, here: slice) -> "Rows":
+    def at(self, rows: slice) -> "Rows":
         """Return the rows of a chunk."""
-        return Rows(self.target[here], None if self.inverse is None else self.inverse[here])
+        return Rows(self.target[rows], None if self.inverse is None else self.inverse[rows])
 
 
 class Statistics(NamedTuple):
@@ -114,14 +114,14 @@ class Chunk:
         self._p = p.div_(total[:, None])
         return Statistics(log_total + maximum.squeeze(1), at_target - log_total, entropy)
 
-    def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
+    def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] of the loss by hidden @ weight.T + bias. It overwrites the chunk's tables.
 
             d z_j = d_logp * (1[j = target] - p_j) - d_entropy * p_j * (log p_j + entropy)
             d raw_j = d z_j * inverse * logit_scale * (1 - (logits_j / softcap)^2)
 
         Args:
-            known: statistics of these rows.
+            statistics: statistics of these rows.
             d_logp, d_entropy: [C], the gradient of the loss; None if it does not depend on the entropy.
         """
         z, p = self._z, self._p
@@ -130,13 +130,13 @@ class Chunk:
         factor = self.head.logit_scale if inverse is None else inverse * self.head.logit_scale
         d_logp = (d_logp * factor).to(z.dtype)[:, None]
         if d_entropy is None:
-            p = z.sub_(known.lse[:, None]).exp_() if p is None else p
+            p = z.sub_(statistics.lse[:, None]).exp_() if p is None else p
             d_raw = p.mul_(-d_logp)
         else:
             d_entropy = (d_entropy * factor).to(z.dtype)[:, None]
-            log_p = z.sub_(known.lse[:, None])
+            log_p = z.sub_(statistics.lse[:, None])
             p = log_p.exp() if p is None else p
-            d_raw = log_p.add_(known.entropy[:, None]).mul_(-d_entropy).sub_(d_logp).mul_(p)
+            d_raw = log_p.add_(statistics.entropy[:, None]).mul_(-d_entropy).sub_(d_logp).mul_(p)
         d_raw.scatter_add_(1, target, d_logp)
         return d_raw if slope is None else d_raw.mul_(slope)
 
@@ -162,15 +162,15 @@ class GradientSums:
     Args:
         hidden: [U, H].
         head: its weight and bias in the dtype of `hidden`.
-        wanted: whether to compute the gradients of hidden, weight and bias.
+        needs_grad: whether to compute the gradients of hidden, weight and bias.
     """
 
-    def __init__(self, hidden: Tensor, head: Head, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, hidden: Tensor, head: Head, needs_grad: tuple[bool, bool, bool]) -> None:
         wide = wide_dtype(hidden.dtype)
         self._inputs, self._head = hidden, head
-        self.hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.weight = torch.zeros_like(head.weight, dtype=wide) if wanted[1] else None
-        self.bias = hidden.new_zeros(len(head.weight), dtype=wide) if wanted[2] else None
+        self.hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        self.weight = torch.zeros_like(head.weight, dtype=wide) if needs_grad[1] else None
+        self.bias = hidden.new_zeros(len(head.weight), dtype=wide) if needs_grad[2] else None
 
     def add(self, here: slice, d_raw: Tensor) -> None:
         """Add [C, V], the gradient by the projection of the rows `here`."""
@@ -181,7 +181,7 @@ class GradientSums:
         if self.bias is not None:
             self.bias += d_raw.sum(0, dtype=self.bias.dtype)
 
-    def found(
+    def gradients(
         self, weight: torch.dtype, bias: torch.dtype | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the three gradients in the dtypes of the parameters, `weight` and `bias`; None if not computed."""
@@ -220,9 +220,9 @@ class CompiledChunk(Chunk):
         """Compute the statistics in one pass over the table."""
         return Statistics(*_compiled(_statistics)(self.rows, self._head_of_product()))
 
-    def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
+    def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] in the dtype of the hidden states."""
-        return _compiled(_gradient)(self._item, self.rows, self._head_of_product(), known, d_logp, d_entropy)
+        return _compiled(_gradient)(self._item, self.rows, self._head_of_product(), statistics, d_logp, d_entropy)
 
     def _head_of_product(self) -> Head:
         return Head(self._raw, None, self.head.softcap, self.head.logit_scale)

@@ -53,7 +53,7 @@ def _one_pass(problem: HeadProblem, sums: GradientSums, cuts: Sequence[slice], e
 def _all_rows(problem: HeadProblem, sums: GradientSums, plan: HeadPlan, evaluate: Evaluate) -> Tensor:
     rows = slice(0, len(problem.hidden))
     if plan.name == "frozen":
-        statistics, slopes = problem.slopes(plan.chunk_rows)
+        statistics, slopes = problem.statistics_and_gradient(plan.chunk_rows)
         loss, d_logp, _ = evaluate(rows, statistics.logp, statistics.entropy)
         sums.hidden = slopes.mul_(_or_zero(d_logp, statistics.logp)[:, None])
         return loss
@@ -89,7 +89,7 @@ class _HeadLoss(torch.autograd.Function):
         sums = GradientSums(problem.hidden, problem.head, wanted)
         is_one_pass = plan.name == "one-pass"
         loss = _one_pass(problem, sums, cuts, evaluate) if is_one_pass else _all_rows(problem, sums, plan, evaluate)
-        ctx.save_for_backward(*sums.found(weight.dtype, None if bias is None else bias.dtype))
+        ctx.save_for_backward(*sums.gradients(weight.dtype, None if bias is None else bias.dtype))
         return loss
 
     @staticmethod

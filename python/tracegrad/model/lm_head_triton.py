@@ -138,7 +138,7 @@ class TritonChunk(Chunk):
             )
         return Statistics(lse, logp, entropy)
 
-    def gradient(self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
+    def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] in the dtype of the hidden states; in place if the logits have this dtype."""
         raw = self._raw
         out = raw if raw.dtype == self._item else torch.empty_like(raw, dtype=self._item)
@@ -146,13 +146,13 @@ class TritonChunk(Chunk):
             return out
         block = min(_PIECE, triton.next_power_of_2(raw.shape[1]))
         source, *row_arguments = self._row_arguments()
-        entropy_gradient = known.entropy if d_entropy is None else d_entropy.float().contiguous()
+        entropy_gradient = statistics.entropy if d_entropy is None else d_entropy.float().contiguous()
         _gradient[(len(raw), triton.cdiv(raw.shape[1], block))](
             source,
             out,
             *row_arguments,
-            known.lse.contiguous(),
-            known.entropy.contiguous(),
+            statistics.lse.contiguous(),
+            statistics.entropy.contiguous(),
             d_logp.float().contiguous(),
             entropy_gradient,
             *self._numbers(),

@@ -67,8 +67,17 @@ def batch_loss(
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
     hidden = read_states(model, batch, forward)
-    head_settings = {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
-    return policy_loss(hidden, head.weight, batch, terms, objective, **head_settings, **how)
+    return policy_loss(
+        hidden,
+        head.weight,
+        batch,
+        terms,
+        objective,
+        bias=head.bias,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        **how,
+    )
 
 
 def policy_loss(
@@ -110,9 +119,10 @@ def policy_loss(
     """
     batch = batch.to(hidden.device)
     check_shapes(hidden, weight, batch.target, bias)
-    if len(batch.row) != len(terms.advantages):
+    if len(batch.logit_row) != len(terms.advantages):
         raise ArgumentError(
-            f"TG-MODEL-013: the batch has {len(batch.row)} terms and `terms` {len(terms.advantages)}. Each term needs "
+            f"TG-MODEL-013: the batch has {len(batch.logit_row)} terms and `terms` {len(terms.advantages)}. "
+            f"Each term needs "
             "its own arrays. Pass step.terms(batch, corrected) of the same batch."
         )
     setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
@@ -120,12 +130,12 @@ def policy_loss(
     problem = HeadProblem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
     wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
     chunk_rows = problem.chunk_rows(chunk_bytes, wants)
-    cuts = cuts_of(objective, batch.row, terms, len(hidden), chunk_rows)
+    cuts = cuts_of(objective, batch.logit_row, terms, len(hidden), chunk_rows)
     unfit = f"one {objective.locality} of the objective spans more than the {chunk_rows:,} rows of a chunk"
-    chosen = choose_plan(problem.size(), wants, chunk_rows, fits=cuts is not None, unfit=unfit, asked=plan)
-    evaluation = _Evaluation(objective, terms, batch.row, len(hidden), wants.any)
+    chosen = choose_plan(problem.size(), wants, chunk_rows, fits=cuts is not None, reason_unfit=unfit, requested=plan)
+    evaluation = _Evaluation(objective, terms, batch.logit_row, len(hidden), wants.any)
     loss = head_loss(hidden, weight, bias, problem, chosen, cuts or (), evaluation)
-    return PolicyLoss(loss=loss, **evaluation.told(), plan=chosen)
+    return PolicyLoss(loss=loss, **evaluation.result(), plan=chosen)
 
 
 def cuts_of(objective: Objective, row: Tensor, terms: Terms, rows: int, chunk_rows: int) -> list[slice] | None:
@@ -203,7 +213,7 @@ class _Evaluation:
             self._store(name, selection, value.detach())
         return result.loss.detach(), _per_row(by_logp, selection, logp), _per_row(by_entropy, selection, logp)
 
-    def told(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Return `PerTerm`, logprobs, entropy and gradient of all trained tokens, as keyword arguments."""
         per_term = PerTerm(**{field.name: self._values.pop(field.name) for field in fields(PerTerm)})
         return {"per_term": per_term, **self._values}

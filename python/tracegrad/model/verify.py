@@ -5,7 +5,7 @@ branch, once for each model, on short and on long rows. A mode that differs or r
 kept. The check needs no list of model families and trusts no configuration.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -45,13 +45,13 @@ def one_pass_plan(model: nn.Module) -> Literal["flex", "mask"]:
     return "flex" if attention_of(model) in BLOCK_ATTENTION else "mask"
 
 
-_results: WeakKeyDictionary[nn.Module, dict[tuple[str, ForwardMode], tuple[int, str]]] = WeakKeyDictionary()
+_results: WeakKeyDictionary[nn.Module, dict[tuple[str, ForwardMode], tuple[int, str | None]]] = WeakKeyDictionary()
 
 
-def check_forward_mode(model: nn.Module, road: ForwardMode, reach: int = 0) -> str:
-    """Return the reason why a mode is not used for branches of up to `reach` tokens, in one line; "" if it is correct.
+def check_forward_mode(model: nn.Module, mode: ForwardMode, length: int = 0) -> str | None:
+    """Return the reason why a mode is not used for branches of up to `length` tokens, or None if it is correct.
 
-    The first call for a mode and a reach runs a few rows of slightly more than `reach` tokens, without gradient.
+    The first call for a mode and a length runs a few rows of slightly more than `length` tokens, without gradient.
     Under FSDP, every rank must make the same calls, within the forward pass of the root.
 
     Raises:
@@ -59,30 +59,30 @@ def check_forward_mode(model: nn.Module, road: ForwardMode, reach: int = 0) -> s
     """
     results = _results.setdefault(model, {})
     attention = attention_of(model)
-    modes = (ForwardMode("stack"), ForwardMode("stack", tree=True)) if road.plan == "stack" else (road,)
+    modes = (ForwardMode("stack"), ForwardMode("stack", tree=True)) if mode.plan == "stack" else (mode,)
     limit = getattr(config_of(model), "max_position_embeddings", None) or FIRST_CHECK_TOKENS
-    for length in (min(FIRST_CHECK_TOKENS, limit), reach):
-        checked, reason = results.get((attention, road), (0, ""))
-        if checked < length and not reason:
-            for mode, difference in zip(modes, _compare(model, modes, length), strict=True):
-                results[attention, mode] = length, results.get((attention, mode), (0, ""))[1] or difference
-    return results[attention, road][1]
+    for tokens in (min(FIRST_CHECK_TOKENS, limit), length):
+        checked, reason = results.get((attention, mode), (0, None))
+        if checked < tokens and not reason:
+            for each, difference in zip(modes, _compare(model, modes, tokens), strict=True):
+                results[attention, each] = tokens, results.get((attention, each), (0, None))[1] or difference
+    return results[attention, mode][1]
 
 
-def checked_length(model: nn.Module, road: ForwardMode) -> int:
+def checked_length(model: nn.Module, mode: ForwardMode) -> int:
     """Return the branch length, in tokens, up to which `check_forward_mode` has a stored answer."""
-    checked, reason = _results.get(model, {}).get((attention_of(model), road), (0, ""))
+    checked, reason = _results.get(model, {}).get((attention_of(model), mode), (0, None))
     return UNLIMITED_LENGTH if reason else checked
 
 
-def set_result(model: nn.Module, road: ForwardMode, reach: int, why: str) -> None:
-    """Store the answer of `check_forward_mode` up to a reach, for example the one that all ranks agreed on."""
-    _results.setdefault(model, {})[attention_of(model), road] = reach, why
+def set_result(model: nn.Module, mode: ForwardMode, length: int, reason: str | None) -> None:
+    """Store the answer of `check_forward_mode` up to a length, for example the one that all ranks agreed on."""
+    _results.setdefault(model, {})[attention_of(model), mode] = length, reason
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, modes: tuple[ForwardMode, ...], length: int) -> list[str]:
-    """Return the reason against each mode, or "". All modes are compared with the same separate forward passes."""
+def _compare(model: nn.Module, modes: tuple[ForwardMode, ...], length: int) -> Sequence[str | None]:
+    """Return the reason against each mode, or None. All modes are compared with the same separate forward passes."""
     with inference_mode(model):
         try:
             probe = _Probe(model, length)
@@ -92,10 +92,10 @@ def _compare(model: nn.Module, modes: tuple[ForwardMode, ...], length: int) -> l
             raise
         except Exception as error:
             return [failure_reason(model, error)] * len(modes)
-        return [_difference(probe, road, expected, allowed) for road in modes]
+        return [_difference(probe, mode, expected, allowed) for mode in modes]
 
 
-def _difference(probe: "_Probe", mode: ForwardMode, expected: list[Tensor], allowed: float) -> str:
+def _difference(probe: "_Probe", mode: ForwardMode, expected: list[Tensor], allowed: float) -> str | None:
     largest, model = 0.0, probe.model
     try:
         for batch in probe.batches(mode):
@@ -109,7 +109,7 @@ def _difference(probe: "_Probe", mode: ForwardMode, expected: list[Tensor], allo
     except Exception as error:
         return failure_reason(model, error)
     if largest <= allowed:
-        return ""
+        return None
     return (
         f"hidden states of {type(model).__name__} on branches of {len(probe.branches[-1])} tokens would differ by "
         f"{largest:.2g} from those of each branch alone, of which rounding explains {allowed:.2g}"
@@ -206,11 +206,11 @@ class _Probe:
         return torch.cat([torch.arange(self.prefix), torch.arange(start, start + lengths[branch] - self.prefix)])
 
 
-def relative_difference(found: Tensor, wanted: Tensor) -> float:
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest ||a - b|| / ||b|| over windows of neighbouring tokens; infinity if it is not finite."""
-    size = len(wanted) // _WINDOW * _WINDOW
+    size = len(expected) // _WINDOW * _WINDOW
     gap, norm = (
-        states[-size:].double().square().sum(-1).view(-1, _WINDOW).sum(-1) for states in (found - wanted, wanted)
+        states[-size:].double().square().sum(-1).view(-1, _WINDOW).sum(-1) for states in (actual - expected, expected)
     )
     largest = (gap / norm.clamp(min=1e-30)).sqrt().max().item()
     return largest if np.isfinite(largest) else float("inf")

@@ -24,7 +24,7 @@ from tracegrad.model.structure import attention_of, unwrap_adapters
 from tracegrad.model.verify import failure_reason, inference_mode, ordinary_ids, relative_difference, rounding_tolerance
 from tracegrad.packing import Batch
 
-_results: WeakKeyDictionary[nn.Module, dict[bool, str]] = WeakKeyDictionary()
+_results: WeakKeyDictionary[nn.Module, dict[bool, str | None]] = WeakKeyDictionary()
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -87,7 +87,7 @@ def slice_row(batch: Batch, start: int, end: int) -> Batch:
     """
     images = batch.images
     if images is not None:
-        first = images.at[images.cu_features[:-1]] if len(images) else images.at
+        first = images.position[images.cu_features[:-1]] if len(images) else images.position
         indices = np.flatnonzero((first >= start) & (first < end))
         images = images.take(indices, start) if len(indices) else None
     empty = np.zeros(0, np.int64)
@@ -99,7 +99,7 @@ def slice_row(batch: Batch, start: int, end: int) -> Batch:
         read=batch.read[:0],
         target=batch.target[:0],
         inv_temperature=batch.inv_temperature[:0],
-        row=batch.row[:0],
+        logit_row=batch.logit_row[:0],
         term=empty,
         longest=None,
         images=images,
@@ -135,7 +135,7 @@ def _inputs(images: RowImages | None) -> dict[str, Tensor]:
         return {}
     if images.inputs is None:
         raise ArgumentError("TG-MODEL-022: the pictures of a batch are not processed. Move the batch with to() first.")
-    indices = np.searchsorted(np.unique(images.picture), images.picture)
+    indices = np.searchsorted(np.unique(images.image), images.image)
     per_image = [images.inputs[number] for number in indices.tolist()]
     # Model families that split an image have pixel values of shape (1, pieces, channels, height, width).
     split = per_image[0]["pixel_values"].ndim == 5
@@ -167,7 +167,7 @@ def _positions(body: Any, batch: Batch, inputs: Mapping[str, Tensor]) -> Tensor:
     merge = body.config.vision_config.spatial_merge_size
     image_positions: list[tuple[Any, Tensor]] = []
     for number, (_, height, width) in enumerate(sizes):
-        tokens = images.at[images.cu_features[number] : images.cu_features[number + 1]]
+        tokens = images.position[images.cu_features[number] : images.cu_features[number + 1]]
         rows, columns = height // merge, width // merge
         if rows * columns != len(tokens) or tokens[-1] - tokens[0] != len(tokens) - 1:
             raise ArgumentError(
@@ -190,7 +190,7 @@ def _image_tokens(batch: Batch) -> Tensor:
     """Return [T] bool: the image tokens of a row."""
     mask = torch.zeros(len(batch.ids), dtype=torch.bool, device=batch.ids.device)
     if batch.images is not None:
-        mask[torch.from_numpy(batch.images.at).to(mask.device)] = True
+        mask[torch.from_numpy(batch.images.position).to(mask.device)] = True
     return mask
 
 
@@ -224,10 +224,10 @@ def _with_image_positions(body: Any, batch: Batch) -> Iterator[None]:
         del body.get_placeholder_mask
 
 
-def _reasons(model: nn.Module, batch: Batch) -> Mapping[bool, str]:
+def _reasons(model: nn.Module, batch: Batch) -> Mapping[bool, str | None]:
     """Return the reasons against running rows with images under a mask (key True) and branch by branch (key False).
 
-    A reason is "" if the mode is correct. The modes are compared once for each model, on the shortest tree of the row
+    A reason is None if the mode is correct. The modes are compared once for each model, on the shortest tree of the row
     that has an image. The reference is the model's own forward pass, which makes positions and masks itself. It is
     compared with the branch in its own pass, with two copies in one row, and with a tree of two branches.
     """
@@ -254,7 +254,7 @@ def _probe(model: nn.Module, batch: Batch) -> Batch:
     return replace(shortest, ids=ids, positions=positions, tree_end=torch.full_like(positions, len(ids)))
 
 
-def _compare(model: nn.Module, probe: Batch) -> dict[bool, str]:
+def _compare(model: nn.Module, probe: Batch) -> dict[bool, str | None]:
     try:
         expected = _reference(model, probe)
         allowed = rounding_tolerance(model)
@@ -262,8 +262,9 @@ def _compare(model: nn.Module, probe: Batch) -> dict[bool, str]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # the forward pass of a third-party model may raise anything
-        return dict.fromkeys((False, True), failure_reason(unwrap_adapters(model), error))
-    reasons = {False: _difference(hidden, expected, allowed), True: ""}
+        reason = failure_reason(unwrap_adapters(model), error)
+        return {False: reason, True: reason}
+    reasons = {False: _difference(hidden, expected, allowed), True: None}
     try:
         copies = _two_copies(probe)
         hidden_copies = _run_row(model, copies)
@@ -283,9 +284,9 @@ def _compare(model: nn.Module, probe: Batch) -> dict[bool, str]:
     return reasons
 
 
-def _difference(hidden: Tensor, expected: Tensor, allowed: float) -> str:
+def _difference(hidden: Tensor, expected: Tensor, allowed: float) -> str | None:
     if (gap := relative_difference(hidden, expected)) <= allowed:
-        return ""
+        return None
     return f"hidden states would differ by {gap:.2g}, of which rounding explains {allowed:.2g}"
 
 
@@ -309,14 +310,14 @@ def _two_copies(probe: Batch) -> Batch:
     assert probe.images is not None
     positions = probe.positions
     end = torch.cat([torch.full_like(positions, length), torch.full_like(positions, 2 * length)])
-    images = probe.images.twice(length)
+    images = probe.images.repeat(length)
     return replace(probe, ids=probe.ids.repeat(2), positions=positions.repeat(2), tree_end=end, images=images)
 
 
 def _tree(probe: Batch) -> tuple[Batch, int, Batch]:
     """Return a tree of the probe and a sibling that differs after the image, the fork position, and the sibling."""
     assert probe.images is not None
-    fork, length = int(probe.images.at[-1]) + 1, len(probe.ids)
+    fork, length = int(probe.images.position[-1]) + 1, len(probe.ids)
     suffix = probe.ids[fork:].flip(0)
     total = length + len(suffix)
     place = torch.arange(length, device=suffix.device)

@@ -6,7 +6,7 @@ formula is written once, next to the fields of its component, in tensor methods 
 `presets` has published methods as values, and `override` changes fields by name. Your own loss is a `Surrogate` or a
 function (docs/extending.md).
 
-A *term* is one trained token: one token that the policy sampled in one trace.
+In this package a *token* is a trained token: one that the policy sampled in one trace. `Terms` has their arrays.
 """
 
 from importlib import import_module

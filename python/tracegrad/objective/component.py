@@ -26,14 +26,14 @@ class Component:
 
     @property
     def microbatch(self) -> bool:
-        """Whether a field, or a field of a field, is "microbatch": a statistic of the terms evaluated together."""
+        """Whether a field, or a field of a field, is "microbatch": a statistic of the tokens evaluated together."""
         return any("microbatch" in (value, getattr(value, "scope", None)) for value in vars(self).values())
 
     @property
-    def reach(self) -> str:
+    def cross_trace_reason(self) -> str:
         """Reason why its value depends on other traces; "" if it does not.
 
-        A dependence through integers that are known before the step does not count.
+        A dependence through integers that are available before the step does not count.
         """
         return ""
 
@@ -45,33 +45,33 @@ class Component:
     def check(self, objective: "Objective") -> None:
         """Raise if it would have no effect in this objective, or another effect than its fields say."""
 
-    def core(self) -> tuple[Any, ...]:
+    def to_core(self) -> tuple[Any, ...]:
         """Return its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
         raise NotImplementedError
 
 
 def core_of(name: str, part: Any) -> Any:
-    """Return `part.core()` of a detached component.
+    """Return `part.to_core()` of a detached component.
 
     Raises:
         ArgumentError: for a class of your own, because the core does not implement its formula.
     """
-    if "core" not in vars(type(part)):
+    if "to_core" not in vars(type(part)):
         raise ArgumentError(
-            f"TG-OBJ-001: {name} is a {type(part).__name__}, and no evaluator knows its formula: what is known before "
-            "the step the core evaluates, and it would compute another in its place. Put theta in its ratio, so that "
-            "its own formula runs, or teach the core (docs/extending.md)."
+            f"TG-OBJ-001: {name} is a {type(part).__name__}, and no evaluator implements its formula. The Rust core "
+            "evaluates components that do not depend on theta, and it would compute another formula. Use theta in the "
+            "ratio, so that the component's own formula runs, or extend the core (docs/extending.md)."
         )
-    return part.core()
+    return part.to_core()
 
 
 class LossInputs:
-    """Terms of one evaluation. Tensors are [m] or [B, S]; floats have the dtype of the logprobs.
+    """Trained tokens of one evaluation. Tensors are [m] or [B, S]; floats have the dtype of the logprobs.
 
     Missing logprobs follow one rule, which is applied here first. A ratio that names rollout (or the proximal policy,
-    which is computed from it) has a value only at terms with a recorded logprob. Any other ratio has a value at every
-    term. A level runs over the terms that are `present`: known, or kept without a logprob by
-    `correct(missing="neutral")`.
+    which is computed from it) has a value only at tokens with a recorded logprob. Any other ratio has a value at every
+    token. A level runs over the tokens that are `present`: known, or kept without a logprob by
+    `correct(missing_logprobs="ratio_one")`.
 
     Args:
         objective: the objective to evaluate.
@@ -79,12 +79,12 @@ class LossInputs:
         logprobs: logprobs under the policy being trained.
         entropy: its entropy, or None.
         counted: bool, False at padding.
-        keep: bool, the terms that `correct` kept.
-        scales: scale of each term, by reduction.
+        keep: bool, the tokens that `correct` kept.
+        scales: scale of each token, by reduction.
         permutation: returns a random permutation of n; used by components that draw at random.
 
     Attributes:
-        advantages: advantages at kept terms, 0 elsewhere. The evaluator subtracts the shifts.
+        advantages: advantages at kept tokens, 0 elsewhere. The evaluator subtracts the shifts.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class LossInputs:
         rollout = arrays["rollout"]
         self.known = counted if rollout is None else counted & ~rollout.isnan()
         self.present = counted & (keep | self.known)
-        self.advantages = self.given("advantages", keep)
+        self.advantages = self.masked_array("advantages", keep)
 
     @cached_property
     def logprobs(self) -> Any:
-        """Logprobs under the policy being trained at kept terms, with gradient; 0 elsewhere."""
-        return self.log("theta", self.keep)
+        """Logprobs under the policy being trained at kept tokens, with gradient; 0 elsewhere."""
+        return self.logprob("theta", self.keep)
 
     @cached_property
     def log_ratio(self) -> Any:
@@ -119,7 +119,7 @@ class LossInputs:
 
     @cached_property
     def ratio(self) -> Any:
-        """The objective's ratio at the level of its surrogate, with gradient, at kept terms; 1 elsewhere."""
+        """The objective's ratio at the level of its surrogate, with gradient, at kept tokens; 1 elsewhere."""
         return clamp_log_ratio(self.log_ratio).exp()
 
     @property
@@ -131,117 +131,127 @@ class LossInputs:
         """
         if self.objective.ratio is None:
             raise ArgumentError(
-                f"TG-OBJ-002: the surrogate {self.objective.surrogate} reads a ratio, and its objective has none. Pass "
-                "one: Objective(surrogate, Ratio('theta', 'old'))."
+                f"TG-OBJ-002: the surrogate {self.objective.surrogate} reads a ratio, but its objective has none. "
+                "Pass one: Objective(surrogate, Ratio('theta', 'old'))."
             )
         return self.objective.ratio
 
     @cached_property
     def clipped(self) -> Any:
-        """Bool: terms whose gradient was removed by the bounds of the surrogate."""
-        return self.objective.surrogate.clipped(self)
+        """Bool: tokens whose gradient was removed by the bounds of the surrogate."""
+        return self.objective.surrogate.clip_mask(self)
 
     @property
     def entropy(self) -> Any:
-        """Entropy of the next-token distribution at each term, nats.
+        """Entropy of the next-token distribution at each token, nats.
 
         Raises:
             ArgumentError: if no entropy was passed.
         """
         if self._entropy is None:
             raise ArgumentError(
-                "TG-OBJ-003: a part of the objective reads the entropy, and it is None. Pass it, and declare it."
+                "TG-OBJ-003: a component of the objective reads the entropy, and it is None. Pass it, and declare it."
             )
         return self._entropy
 
     def array(self, name: str) -> Any:
-        """Return an array of the terms as it was passed.
+        """Return an array of the tokens as it was passed.
 
         Raises:
-            ArgumentError: if the terms do not have it.
+            ArgumentError: if the tokens do not have it.
         """
         values = self.arrays[name]
         if values is None:
             raise ArgumentError(
-                f"TG-OBJ-004: the objective needs {name} of every term, and the terms have none. Pass "
+                f"TG-OBJ-004: the objective needs {name} of every token, and the tokens have none. Pass "
                 f"Terms({name}=...)."
             )
         return values
 
-    def given(self, name: str, mask: Any) -> Any:
-        """Return an array in the dtype of the logprobs, 0 at terms outside `mask`."""
+    def masked_array(self, name: str, mask: Any) -> Any:
+        """Return an array in the dtype of the logprobs, 0 at tokens outside `mask`."""
         return self.array(name).where(mask, 0).to(self._theta.dtype)
 
-    def log(self, policy: str, mask: Any) -> Any:
+    def logprob(self, policy: str, mask: Any) -> Any:
         """Return the logprob under a policy; 0 without a gradient outside `mask`."""
         if policy == "theta":
             return self._theta.where(mask, 0)
         if policy != "proximal":
-            return self.given(policy, mask)
-        rollout, theta = self.log("rollout", mask), self.log("theta", mask).detach()
-        return rollout + self.given("alpha", mask) * (theta - rollout)
+            return self.masked_array(policy, mask)
+        rollout, theta = self.logprob("rollout", mask), self.logprob("theta", mask).detach()
+        return rollout + self.masked_array("alpha", mask) * (theta - rollout)
 
-    def between(self, ratio: Ratio, mask: Any) -> Any:
+    def log_difference(self, ratio: Ratio, mask: Any) -> Any:
         """Return log num - log den; 0 without a gradient outside `mask`."""
-        return self.log(ratio.num, mask) - self.log(ratio.den, mask)
+        return self.logprob(ratio.num, mask) - self.logprob(ratio.den, mask)
 
-    def has(self, ratio: Ratio) -> Any:
-        """Return at which terms a ratio has a value."""
+    def has_value(self, ratio: Ratio) -> Any:
+        """Return at which tokens a ratio has a value."""
         return self.known if ratio.recorded else self.counted
 
-    def inside(self, level: Aggregation) -> Any:
-        """Return the terms over which the surrogate's level runs."""
+    def level_terms(self, level: Aggregation) -> Any:
+        """Return the tokens over which the surrogate's level runs."""
         return self.keep if level.terms == "kept" or level.over == "token" else self.present
 
-    def left(self, gated: bool | str, keep: Any) -> Any:
-        """Return the terms that a penalty or bonus runs over.
+    def terms_for(self, masked: bool | str, keep: Any) -> Any:
+        """Return the tokens that a penalty or bonus runs over.
 
         Args:
-            gated: the field `gated` of the penalty or bonus.
-            keep: bool, the terms that all gates kept.
+            masked: the field `gated` of the penalty or bonus.
+            keep: bool, the tokens that all rejections kept.
         """
-        return self.keep if gated == "detached" else keep if gated else self.counted
+        return self.keep if masked == "detached" else keep if masked else self.counted
 
-    def at(self, ratio: Ratio, level: Aggregation, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
-        """Return the clamped log-ratio at a level (0 without a value), and at which terms it has a value.
+    def log_ratio_at(self, ratio: Ratio, level: Aggregation, factor: Any = None, keep: Any = None) -> tuple[Any, Any]:
+        """Return the clamped log-ratio at a level (0 without a value), and at which tokens it has a value.
 
         Args:
             factor: multiplies the ratio of each token.
-            keep: bool, used if the level runs over kept terms.
+            keep: bool, used if the level runs over kept tokens.
         """
-        has = self.has(ratio)
-        log_ratio = self.between(ratio, has)
+        has = self.has_value(ratio)
+        log_ratio = self.log_difference(ratio, has)
         if factor is not None:
             log_ratio = (log_ratio + factor.log()).where(has, 0)
         inside = has & self.present
-        level_log = level.of(log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside)
+        level_log = level.apply(
+            log_ratio, self, inside & keep if keep is not None and level.terms == "kept" else inside
+        )
         known = has & ~level_log.isnan()
         return clamp_log_ratio(level_log.where(known, 0)), known
 
     def scale(self, reduce: Reduce | None) -> Any:
-        """Return the scale of a reduction; None means that of the objective.
+        """Return the scale of a reduction; None means the objective's reduction.
 
         Raises:
-            ArgumentError: if the terms do not have it.
+            ArgumentError: if the tokens do not have it.
         """
         reduction = reduce or self.objective.reduce
         if reduction not in self._scales:
             raise ArgumentError(
-                f"TG-OBJ-005: a penalty or bonus has its own denominators, {reduction}, and the terms have no scale "
+                f"TG-OBJ-005: a penalty or bonus has its own denominators, {reduction}, and the tokens have no scale "
                 "for them. Pass correct(reductions=objective.reductions) and Terms(scales=corrected.scales)."
             )
         return self._scales[reduction].to(self._theta.dtype)
 
-    def detached(self) -> "LossInputs":
+    def detach(self) -> "LossInputs":
         """Return the same view with logprobs and entropy that have no gradient."""
         entropy = None if self._entropy is None else self._entropy.detach()
-        fields = {"counted": self.counted, "keep": self.keep, "scales": self._scales, "permutation": self.permutation}
-        view = LossInputs(self.objective, self.arrays, self._theta.detach(), entropy, **fields)
+        view = LossInputs(
+            self.objective,
+            self.arrays,
+            self._theta.detach(),
+            entropy,
+            counted=self.counted,
+            keep=self.keep,
+            scales=self._scales,
+            permutation=self.permutation,
+        )
         view._segments, view.advantages = self._segments, self.advantages
         return view
 
     def segments(self, over: str) -> Any:
-        """Return [terms] the dense index of the turn, trace, group or batch of each term, flat."""
+        """Return [tokens] the dense index of the turn, trace, group or batch of each token, flat."""
         if over not in self._segments:
             self._segments[over] = self._index(over)
         return self._segments[over]
@@ -255,7 +265,7 @@ class LossInputs:
 
 
 def _dense(ids: Any) -> Any:
-    """Return [terms] the rank of each id among the distinct ids.
+    """Return [tokens] the rank of each id among the distinct ids.
 
     Unlike torch.unique it does not wait for the device.
     """

@@ -23,25 +23,25 @@ from tracegrad.objective.weight import Weight
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of the terms in the caller's arrays.
+    """Positions of the tokens in the caller's arrays.
 
     Args:
         shape: shape of the logprobs.
-        mask: flat bool, True at the terms; None if every position is a term.
+        mask: flat bool, True at the tokens; None if every position is a token.
         dtype: float32 or float64, in which all floats are computed.
-        like: the logprobs; results have their type and device.
+        template: the logprobs; results have their type and device.
     """
 
     shape: tuple[int, ...]
     mask: NDArray[np.bool_] | None
     dtype: type[np.float32] | type[np.float64]
-    like: Any
+    template: Any
 
     @classmethod
     def of(cls, like: Any, mask: Any, trace: Any) -> "Layout":
         """Return the layout of logprobs and their mask."""
         if like is None:
-            raise ArgumentError("TG-OBJ-006: old and rollout are both None. Pass the logprobs that are known.")
+            raise ArgumentError("TG-OBJ-006: old and rollout are both None. Pass at least one of them.")
         array = _validation.numbers(like, "the logprobs")
         flags = None if mask is None else _validation.as_flags(_validation.numbers(mask, "mask"), "mask")
         if flags is not None and flags.shape != array.shape:
@@ -49,14 +49,14 @@ class Layout:
                 f"TG-OBJ-007: mask is {flags.shape} but the logprobs are {array.shape}. Pass one flag per position."
             )
         if array.ndim == 0:
-            raise ArgumentError("TG-OBJ-008: the logprobs are one number, no array. Pass one entry per term.")
+            raise ArgumentError("TG-OBJ-008: the logprobs are one number, not an array. Pass one entry per token.")
         if array.ndim > 1 and flags is None:
             raise ArgumentError(
-                f"TG-OBJ-009: logprobs of shape {array.shape} need mask=. Which positions are terms is not in them."
+                f"TG-OBJ-009: logprobs of shape {array.shape} need mask=, which marks the positions of trained tokens."
             )
         if array.ndim == 1 and trace is None:
             raise ArgumentError(
-                "TG-OBJ-010: flat logprobs need trace=, one id per term. Which terms belong together is not in them."
+                "TG-OBJ-010: flat logprobs need trace=, one id per token, to group the tokens by trace."
             )
         flat = None if flags is None else flags.reshape(-1)
         return cls(array.shape, flat, np.float64 if array.dtype == np.float64 else np.float32, like)
@@ -91,20 +91,20 @@ class Layout:
 
         A number is returned as a broadcast view of itself.
         """
-        tensor = is_tensor(self.like)
+        tensor = is_tensor(self.template)
         if not isinstance(values, np.ndarray):
             if not tensor:
                 return np.broadcast_to(self.dtype(values), self.shape)
             import torch
 
             kind = torch.float64 if self.dtype == np.float64 else torch.float32
-            return torch.tensor(values, dtype=kind, device=self.like.device).expand(self.shape)
+            return torch.tensor(values, dtype=kind, device=self.template.device).expand(self.shape)
         values = values.reshape(self.shape)
         if not tensor:
             return values
         import torch
 
-        return torch.from_numpy(values).to(self.like.device)
+        return torch.from_numpy(values).to(self.template.device)
 
     def _by_row(self, array: NDArray[Any]) -> bool:
         return len(self.shape) > 1 and array.shape == self.shape[:-1]
@@ -112,7 +112,7 @@ class Layout:
     def _check(self, array: NDArray[Any], name: str) -> None:
         if array.shape != self.shape:
             raise ArgumentError(
-                f"TG-OBJ-011: {name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per term."
+                f"TG-OBJ-011: {name} is {array.shape} but the logprobs are {self.shape}. Pass one entry per token."
             )
 
 
@@ -159,13 +159,13 @@ class Totals(Protocol):
 
 @dataclass(frozen=True)
 class Correction:
-    """Weight, mask and scale of each term, in the shape (and on the device) of the given logprobs.
+    """Weight, mask and scale of each token, in the shape (and on the device) of the given logprobs.
 
     Args:
         weight: float, detached; 0 if masked as missing, 1 if neutral.
-        keep: bool, whether the term is trained.
+        keep: bool, whether the token is trained.
         scale: float, 1 over the reduction's denominators; a read-only view of one number if all are equal.
-        metrics: numbers of dropped, missing and truncated terms (docs/metrics.md). For the ratios themselves, their KL
+        metrics: numbers of dropped, missing and truncated tokens (docs/metrics.md). For the ratios themselves, their KL
             and effective sample size, use `tracegrad.metrics.OffPolicySums.of(old, rollout, trace=..., weight=...,
             keep=...)`.
         scales: the scale for `reduce` and for every reduction of `reductions`.
@@ -189,61 +189,61 @@ def correct(
     advantages: Any | None = None,
     mask: Any | None = None,
     weights: Sequence[Weight] = (),
-    gates: Sequence[AnyRejection] = (),
+    rejections: Sequence[AnyRejection] = (),
     reduce: Reduce | None = None,
     reductions: Sequence[Reduce] = (),
     totals: Totals | None = None,
     group_terms: Any | None = None,
     group_traces: Any | None = None,
-    missing: MissingLogprobs = "mask",
+    missing_logprobs: MissingLogprobs = "mask",
     all_reduce: AllReduce | None = None,
 ) -> Correction:
-    """Compute weight, mask and scale of the terms of one optimizer step.
+    """Compute weight, mask and scale of the tokens of one optimizer step.
 
-    Arrays are flat [M], one entry per term, or [B, S] with `mask`; numpy or torch. float64 is computed in float64,
+    Arrays are flat [M], one entry per token, or [B, S] with `mask`; numpy or torch. float64 is computed in float64,
     everything else in float32. In a padded array each row is a trace unless `trace` is passed; per-row arrays may be
     [B].
 
-    A term is known if its recorded logprob is. Every log-ratio, of a token or aggregated, is clamped to
-    +-LOG_RATIO_LIMIT before it is exponentiated. Weights and gates that depend on the policy being trained, or on the
-    log-linear proximal policy, are skipped here: the objective evaluates them.
+    A token is known if its recorded logprob is. Every log-ratio, of a token or aggregated, is clamped to
+    +-LOG_RATIO_LIMIT before it is exponentiated. Weights and rejections that depend on the policy being trained, or on
+    the log-linear proximal policy, are skipped here: the objective evaluates them.
 
     Args:
         old: logprobs of the proximal policy (the model being trained, before the step), nats; None in the direct form.
         rollout: recorded logprobs, nats, NaN if unknown; None if the objective has no ratio to them.
-        ref: logprobs of the reference model, nats; needed if a weight or gate names it.
-        trace: integer ids; required for flat arrays. Terms of a trace need not be adjacent.
+        ref: logprobs of the reference model, nats; needed if a weight or rejection names it.
+        trace: integer ids; required for flat arrays. Tokens of a trace need not be adjacent.
         turn: index of the generation within its trace; needed for turn levels.
         group: integer ids; needed for group levels and for Reduce(per="group") and "prompt".
-        advantages: needed if a gate or weight has a `when` condition.
-        mask: bool, True at the terms. Other positions are never read; their weight, keep and scale are 0.
-        weights, gates, reduce: of an Objective; reduce is the mean over tokens by default.
+        advantages: needed if a rejection or weight has a `when` condition.
+        mask: bool, True at the tokens. Other positions are never read; their weight, keep and scale are 0.
+        weights, rejections, reduce: of an Objective; reduce is the mean over tokens by default.
         reductions: further reductions whose scale is returned (`Objective.reductions`).
-        totals: counts over all ranks before any gate (`Step.totals`); default: counted from these arrays.
-        group_terms: number of terms in each term's group over all ranks (`Step.group_terms`).
-        group_traces: number of traces with a term in that group (`Step.group_traces`).
-        missing: how to treat a NaN in `rollout`. "mask" drops the term: it is outside level sums and "kept"
-            denominators, inside "all" ones. "neutral" keeps it with weight 1: it is outside sums and means, and dropped
-            only with its turn, trace, group or batch. "refuse" raises.
+        totals: counts over all ranks before any rejection (`Step.totals`); default: counted from these arrays.
+        group_terms: number of tokens in each token's group over all ranks (`Step.group_terms`).
+        group_traces: number of traces with a token in that group (`Step.group_traces`).
+        missing_logprobs: how to treat a NaN in `rollout`. "mask" drops the token: it is outside level sums and "kept"
+            denominators, inside "all" ones. "ratio_one" keeps it with weight 1: it is outside sums and means, and
+            dropped only with its turn, trace, group or batch. "error" raises.
         all_reduce: all_reduce(array, "sum" or "max") over ranks, returning the reduced float64 array. Every rank makes
-            the same calls, including ranks without terms.
+            the same calls, including ranks without tokens.
 
     Raises:
-        ArgumentError: for shapes that differ, weights or gates that need an array which is None, logprobs that are
-            positive, infinite or -9999, `old` or `ref` that is not finite, NaN under "refuse", and group levels over
+        ArgumentError: for shapes that differ, weights or rejections that need an array which is None, logprobs that are
+            positive, infinite or -9999, `old` or `ref` that is not finite, NaN under "error", and group levels over
             ranks.
 
     >>> import numpy as np
     >>> from tracegrad.objective import Truncate, Ratio, Weight
-    >>> tis = Weight(Ratio("old", "rollout"), shape=Truncate(0.0, 2.0))
+    >>> tis = Weight(Ratio("old", "rollout"), transform=Truncate(0.0, 2.0))
     >>> old, rollout = np.array([-1.0, -0.5, -1.0]), np.array([-1.0, -2.5, np.nan])
     >>> c = correct(old, rollout, trace=np.array([0, 0, 1]), weights=[tis])
     >>> c.weight.tolist(), c.keep.tolist(), c.metrics["missing"]
     ([1.0, 2.0, 0.0], [True, True, False], 1.0)
     """
-    weights, gates = (
+    weights, rejections = (
         _validation.instances(weights, "weights", Weight),
-        _validation.instances(gates, "gates", AnyRejection),
+        _validation.instances(rejections, "rejections", AnyRejection),
     )
     reduction: Reduce = _validation.instance(
         Reduce() if reduce is None else reduce, "reduce", Reduce, "Pass an objective's reduce."
@@ -251,16 +251,16 @@ def correct(
     all_reductions: list[Reduce] = list(
         dict.fromkeys([reduction, *_validation.instances(reductions, "reductions", Reduce)])
     )
-    _validation.one_of(missing, "missing", get_args(MissingLogprobs))
+    _validation.one_of(missing_logprobs, "missing", get_args(MissingLogprobs))
     if all_reduce is not None and not callable(all_reduce):
         raise ArgumentError(
             f"TG-OBJ-012: all_reduce is {_validation.describe(all_reduce)}. Pass a function of an array and "
             f"'sum' or 'max'."
         )
-    if missing == "neutral" and old is None and rollout is not None:
+    if missing_logprobs == "ratio_one" and old is None and rollout is not None:
         raise ArgumentError(
-            "TG-OBJ-013: missing='neutral' without old means theta/rollout in the surrogate, and a ratio of 1 where "
-            "none is known. Use missing='mask', or pass old."
+            "TG-OBJ-013: missing_logprobs='ratio_one' without old means theta/rollout in the surrogate. "
+            "Unknown ratios would be 1. Use missing_logprobs='mask', or pass old."
         )
     layout = Layout.of(rollout if rollout is not None else old, mask, trace)
     trace = np.arange(layout.shape[0]) if trace is None else trace
@@ -279,10 +279,10 @@ def correct(
     }
     weight, keep, scales, stats = _core.correct_terms(
         columns,
-        [core_of("a gate", gate) for gate in gates if gate.detached],
+        [core_of("a rejection", rejection) for rejection in rejections if rejection.detached],
         [core_of("a weight", part) for part in weights if part.detached],
         [core_of("a reduction", part) for part in all_reductions],
-        missing,
+        missing_logprobs,
         all_reduce,
     )
     by_reduction = {part: layout.back(scale) for part, scale in zip(all_reductions, scales, strict=True)}

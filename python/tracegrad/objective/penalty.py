@@ -15,12 +15,16 @@ if TYPE_CHECKING:
 
 
 Gated = bool | Literal["detached"]
-_GATED: dict[Gated, list[str]] = {True: ["kept terms only"], "detached": ["terms that detached gates keep"], False: []}
+_GATED: dict[Gated, list[str]] = {
+    True: ["kept tokens only"],
+    "detached": ["tokens that detached rejections keep"],
+    False: [],
+}
 
 
 @dataclass(frozen=True)
 class Penalty(Component):
-    """coef * an estimate of KL(num || den) at each term, with l = log num - log den.
+    """coef * an estimate of KL(num || den) at each token, with l = log num - log den.
 
     k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, abs = |l|, square = l^2. For tokens sampled from num, k1 and k3 are
     unbiased in value, and k2 in gradient.
@@ -29,15 +33,16 @@ class Penalty(Component):
         ratio: theta/ref, or another ratio with theta as numerator.
         kind: one of the above.
         coef: its factor in the loss.
-        gated: which dropped terms are left out. True: those of all gates. False: none. "detached": those of the
-            detached gates and those that `missing="mask"` dropped, as `Reduce.denominator` counts (verl's KL loss).
+        masked: which dropped tokens are left out. True: those of all rejections. False: none. "detached": those of the
+            detached rejections and those that `missing_logprobs="mask"` dropped, as `Reduce.denominator` counts (verl's
+            KL loss).
         weighted: whether the weights multiply it.
         straight_through: the value of `kind` with the gradient of k2 (verl's "k3+").
         importance: this ratio multiplies it, with gradient, for tokens that another policy sampled (TRL's
             use_bias_correction_kl, DeepSeek-V3.2's unbiased KL); None means no ratio.
         importance_level: the level of that ratio.
         cap: the estimate is clamped to [-cap, cap] and has no gradient beyond (verl and SkyRL: 10 for k3).
-        where: only on the terms that this selects.
+        where: only on the tokens that this selects.
         reduce: its own denominators; None means those of the objective.
 
     Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
@@ -47,7 +52,7 @@ class Penalty(Component):
     ratio: Ratio
     kind: Literal["k1", "k2", "k3", "abs", "square"]
     coef: float
-    gated: Gated
+    masked: Gated
     weighted: bool
     straight_through: bool = False
     importance: Ratio | None = None
@@ -58,7 +63,7 @@ class Penalty(Component):
 
     def __post_init__(self) -> None:
         check_choice("Penalty.kind", self.kind, tuple(KINDS))
-        check_choice("Penalty.gated", self.gated, tuple(_GATED))
+        check_choice("Penalty.masked", self.masked, tuple(_GATED))
         if self.ratio.num != "theta":
             raise ArgumentError(
                 f"TG-OBJ-021: the penalty ratio {self.ratio} must have theta above. Write Ratio('theta', ...)."
@@ -90,11 +95,11 @@ class Penalty(Component):
         refuse_without_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
 
     def at(self, view: LossInputs, mask: Any) -> Any:
-        """Return the estimate at each term in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
-        mask = mask & view.has(self.ratio)
+        """Return the estimate at each token in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
+        mask = mask & view.has_value(self.ratio)
         if self.where is not None:
             mask = self.where.of(view, mask)
-        log_ratio = view.between(self.ratio, mask)
+        log_ratio = view.log_difference(self.ratio, mask)
         value = KINDS[self.kind](-log_ratio if self.kind == "k3" else log_ratio)
         if self.cap is not None:
             value = value.clamp(-self.cap, self.cap)
@@ -102,7 +107,7 @@ class Penalty(Component):
             k2 = KINDS["k2"](log_ratio)
             value = k2 - k2.detach() + value.detach()
         if self.importance is not None:
-            log_factor, known = view.at(self.importance, self.importance_level)
+            log_factor, known = view.log_ratio_at(self.importance, self.importance_level)
             value = value * log_factor.exp().where(mask & known, 1)
         return value.where(mask, 0)
 
@@ -110,7 +115,7 @@ class Penalty(Component):
         kind = f"{self.kind}+" if self.straight_through else self.kind
         level = "" if self.importance_level == TOKEN else f" ({self.importance_level})"
         factors = f" * {self.importance}{level}" if self.importance else ""
-        notes = [*_GATED[self.gated], *["weighted"] * self.weighted]
+        notes = [*_GATED[self.masked], *["weighted"] * self.weighted]
         notes += [str(self.where)] if self.where else []
         notes += [f"at most {self.cap:g}"] if self.cap else []
         notes += [f"scale {self.reduce}"] if self.reduce else []
@@ -144,11 +149,11 @@ class AdaptiveEntropy:
 
 @dataclass(frozen=True)
 class EntropyBonus:
-    """Entropy bonus: -coef * the entropy of the next-token distribution at each term, with gradient.
+    """Entropy bonus: -coef * the entropy of the next-token distribution at each token, with gradient.
 
     Args:
         coef: its factor, not negative; the start value if the coefficient adapts.
-        gated: which dropped terms are left out, as in `Penalty`.
+        masked: which dropped tokens are left out, as in `Penalty`.
         reduce: its own denominators; None means those of the objective.
         adapt: how the coefficient changes between steps; None means not at all.
 
@@ -156,12 +161,12 @@ class EntropyBonus:
     """
 
     coef: float
-    gated: Gated
+    masked: Gated
     reduce: Reduce | None = None
     adapt: AdaptiveEntropy | None = None
 
     def __post_init__(self) -> None:
-        check_choice("EntropyBonus.gated", self.gated, tuple(_GATED))
+        check_choice("EntropyBonus.masked", self.masked, tuple(_GATED))
         if not 0 <= self.coef < float("inf"):
             raise ArgumentError(
                 f"TG-OBJ-023: EntropyBonus.coef is {self.coef}. It is a bonus and must not be negative."
@@ -169,26 +174,28 @@ class EntropyBonus:
         refuse_without_effect(
             self.coef == 0 and self.adapt is None, "Entropy", "its coefficient is 0 and does not adapt"
         )
-        if self.adapt is not None and self.gated == "detached":
+        if self.adapt is not None and self.masked == "detached":
             raise ArgumentError(
-                "TG-OBJ-024: EntropyBonus.gated is 'detached', and its coefficient adapts to the entropy of what all "
-                "gates left, or of all terms. Take gated=True or gated=False."
+                "TG-OBJ-024: EntropyBonus.masked is 'detached', and its coefficient adapts to the entropy of the "
+                "tokens that all "
+                "rejections keep, or of all tokens. Use masked=True or masked=False."
             )
 
     def __str__(self) -> str:
-        notes = _GATED[self.gated] + ([f"scale {self.reduce}"] if self.reduce else [])
+        notes = _GATED[self.masked] + ([f"scale {self.reduce}"] if self.reduce else [])
         notes += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
         return f"{self.coef:g} * entropy" + (f" [{', '.join(notes)}]" if notes else "")
 
 
 @dataclass(frozen=True)
 class AdvantageShift(Component):
-    """A - coef * l in place of A, with l held constant: a KL penalty subtracted from the advantage, term by term.
+    """A - coef * l in place of A, with l constant (detached): a KL penalty subtracted from the advantage, token by
+    token.
 
     Args:
         ratio: theta/ref, theta/rollout or theta/old.
         coef: in units of the advantage per nat.
-        center: "microbatch" uses l - mean l over the terms evaluated together; None uses l. You must ask for it,
+        center: "microbatch" uses l - mean l over the tokens evaluated together; None uses l. You must ask for it,
             because the gradient then depends on how the step was split.
 
     Source: Kimi K2, arXiv 2507.20534, as ART's kimi_k2_tau; centred: ART's kl_penalty_coef.
@@ -207,9 +214,9 @@ class AdvantageShift(Component):
             )
 
     def of(self, view: LossInputs) -> Any:
-        """Return what is subtracted from the advantage of each kept term."""
-        charged = view.keep & view.has(self.ratio)
-        log_ratio = view.between(self.ratio, charged).detach()
+        """Return what is subtracted from the advantage of each kept token."""
+        charged = view.keep & view.has_value(self.ratio)
+        log_ratio = view.log_difference(self.ratio, charged).detach()
         if self.center is not None:
             log_ratio = (log_ratio - log_ratio.sum() / charged.sum().clamp(min=1)).where(charged, 0)
         return self.coef * log_ratio

@@ -71,16 +71,16 @@ __all__ = [
 
 _OLD, _ROLLOUT, _MISMATCH = Ratio("theta", "old"), Ratio("theta", "rollout"), Ratio("old", "rollout")
 _PRODUCT, _GEOMETRIC = Aggregation("trace", "sum"), Aggregation("trace", "mean")
-_TIS = Weight(_MISMATCH, shape=Truncate(0.0, 2.0))
-_DPPO_WEIGHT = Weight(_ROLLOUT, shape=Truncate(0.0, 20.0))
+_TIS = Weight(_MISMATCH, transform=Truncate(0.0, 2.0))
+_DPPO_WEIGHT = Weight(_ROLLOUT, transform=Truncate(0.0, 20.0))
 
-# --- GRPO and its relatives: a clipped surrogate on group-relative advantages, told apart by their reduction.
+# --- GRPO and its relatives: a clipped surrogate on group-relative advantages, which differ by their reduction.
 #
-# Each comes decoupled, theta/old clipped and weighted by the truncated old/rollout (token TIS), and _DIRECT,
+# Each is decoupled, theta/old clipped and weighted by the truncated old/rollout (token TIS), and _DIRECT,
 # theta/rollout clipped, which needs no pass for old logprobs. Advantages are the caller's: `tracegrad.advantage`.
 
 GRPO = Objective(Clip(0.2, 0.2), _OLD, weights=(_TIS,), reduce=Reduce("trace", "mean"))
-"""min(old/rollout, 2) * clip(theta/old), mean over each trace's terms, then over traces.
+"""min(old/rollout, 2) * clip(theta/old), mean over each trace's tokens, then over traces.
 
 Use with group_mean(scale="std", ddof=1). Paper: Shao et al. 2024, arXiv 2402.03300; the weight: Yao et al. 2025 (TIS).
 Peers: TRL's loss_type="grpo" with vllm_importance_sampling_mode="token_truncate" and clip_max 2 (its default is
@@ -95,11 +95,11 @@ Paper: Shao et al. 2024, arXiv 2402.03300. Peers: verl's bypass mode with ppo_cl
 """
 
 DAPO = Objective(Clip(0.2, 0.28), _OLD, weights=(_TIS,), reduce=Reduce("token"))
-"""Clip-higher and one mean over all terms of the step, so that long traces count in full.
+"""Clip-higher and one mean over all tokens of the step, so that long traces count in full.
 
 Use with group_mean(scale="std", ddof=1). Paper: Yu et al. 2025, arXiv 2503.14476. Peers: TRL's loss_type="dapo" with
 epsilon_high 0.28, verl's token-mean. TRL's loss_type="bnpo" takes the mean within each micro-batch, so that its
-gradient depends on how the step was cut. Dynamic sampling and the overlong penalty belong to data and rewards.
+gradient depends on how the step was split. Dynamic sampling and the overlong penalty belong to data and rewards.
 """
 
 DAPO_DIRECT = replace(DAPO, ratio=_ROLLOUT, weights=())
@@ -109,7 +109,7 @@ Paper: Yu et al. 2025, arXiv 2503.14476. Peers: slime without recomputed logprob
 """
 
 DR_GRPO = Objective(Clip(0.2, 0.2), _OLD, weights=(_TIS,), reduce=Reduce("trace", "sum", norm=1024.0))
-"""The sum over a trace's terms over a constant, then the mean over traces: no length bias.
+"""The sum over a trace's tokens over a constant, then the mean over traces: no length bias.
 
 Use with group_mean(scale="none"). Paper: Liu et al. 2025, arXiv 2503.20783. Peers: `reduce.norm` is the generation
 budget in the paper, TRL's max_completion_length, verl's loss_scale_factor (seq-mean-token-sum-norm); it only scales the
@@ -125,7 +125,7 @@ Paper: Liu et al. 2025, arXiv 2503.20783.
 LUSPO = Objective(
     Clip(3e-4, 4e-4, level=Aggregation("trace", "mean")), _OLD, weights=(_TIS,), reduce=Reduce("trace", "sum", norm=1.0)
 )
-"""GSPO's trace ratio, each trace counted by its length: the sum over its terms, then the mean over traces.
+"""GSPO's trace ratio, each trace counted by its length: the sum over its tokens, then the mean over traces.
 
 Use with group_mean(scale="std", ddof=1). Paper: arXiv 2602.05261. Peers: TRL's loss_type="luspo" with
 importance_sampling_level="sequence".
@@ -138,7 +138,7 @@ Paper: Ye et al. 2019, arXiv 1912.09729. Peers: verl's vanilla (clip_ratio_c 3),
 TRL's `delta` bounds the same branch and is `Clip(delta=...)`.
 """
 
-# --- Surrogates on a whole trace's ratio: what papers call sequence-level policy optimisation.
+# --- Surrogates on the ratio of a trace: what papers call sequence-level policy optimisation.
 #
 # Their ratios are geometric means (`Aggregation("trace", "mean")`); a product is `Aggregation("trace", "sum")`.
 # Papers and peers call either the "sequence ratio".
@@ -173,15 +173,15 @@ GMPO = Objective(GeoClip(0.4, 0.4), _OLD, weights=(_TIS,), reduce=Reduce("trace"
 
 Paper: Zhao et al. 2025, arXiv 2507.20673, eq. 4. Peers: verl's geo_mean (clip_ratio as bounds of the log-ratio), TRL's
 experimental GMPOTrainer. verl's mean counts rows without a token, and it averages truncated weights geometrically; here
-empty traces do not count and each term has its own weight.
+empty traces do not count and each token has its own weight.
 """
 
 # --- Policy gradients under a weight of the policy being trained: nothing is clipped away, everything is bounded.
 #
 # -weight(theta/x) A log theta. CISPO and SAPO keep old apart from rollout; the others take theta/rollout in one.
 
-CISPO = Objective(PolicyGradient(), weights=(_TIS, Weight(_OLD, shape=Truncate(0.0, 5.0))), reduce=Reduce("token"))
-"""-min(theta/old, 5) A log theta: the weight is truncated, the gradient never cut.
+CISPO = Objective(PolicyGradient(), weights=(_TIS, Weight(_OLD, transform=Truncate(0.0, 5.0))), reduce=Reduce("token"))
+"""-min(theta/old, 5) A log theta: the weight is truncated, the gradient is never clipped.
 
 Use with group_mean(scale="std", ddof=1). Paper: MiniMax-M1, arXiv 2506.13585, eq. 4; the bound: ScaleRL, arXiv
 2510.13786. Peers: TRL's cispo takes epsilon_high as the bound itself (5.0, its default of 0.2 is no bound for it);
@@ -191,14 +191,18 @@ SkyRL's cispo_eps_clip_low 1, high 4 and ART's epsilon 1, epsilon_high 4 are dis
 
 ASPO = Objective(
     PolicyGradient(),
-    weights=(_TIS, Weight(_OLD, shape=Inverse(3.0), when="A>0"), Weight(_OLD, shape=Truncate(0.0, 3.0), when="A<=0")),
-    gates=(Rejection(_OLD, high=1.2, when="A>0"), Rejection(_OLD, low=0.8, when="A<0")),
+    weights=(
+        _TIS,
+        Weight(_OLD, transform=Inverse(3.0), when="A>0"),
+        Weight(_OLD, transform=Truncate(0.0, 3.0), when="A<=0"),
+    ),
+    rejections=(Rejection(_OLD, high=1.2, when="A>0"), Rejection(_OLD, low=0.8, when="A<0")),
     reduce=Reduce("token"),
 )
 """-w A log theta within PPO's clip, w = min(theta/old, 3) for bad tokens, for good ones turned over: min(old/theta, 3).
 
 Use with group_mean(scale="std", ddof=1). Paper: arXiv 2510.06062: a good token that is still unlikely gains more.
-Peers: its code (Archer2.0), which widens the bounds from 0.2 to 0.4 by a token's entropy. Terms beyond a bound are
+Peers: its code (Archer2.0), which widens the bounds from 0.2 to 0.4 by a token's entropy. Tokens beyond a bound are
 dropped here: same gradient, no constant in the loss.
 """
 
@@ -224,30 +228,30 @@ Weight(theta/old, ..., absorbs=True) after a token weight.
 """
 
 GLM5 = Objective(
-    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=MaskOutside(0.8, 1.2, strict=True)),), reduce=Reduce("token")
+    PolicyGradient(), weights=(Weight(_ROLLOUT, transform=MaskOutside(0.8, 1.2, strict=True)),), reduce=Reduce("token")
 )
 """-r 1[0.8 < r < 1.2] A log theta with r = theta/rollout: a double-sided mask, bounds excluded.
 
 Paper: GLM-5, arXiv 2602.15763. Peers: SkyRL's rollout_is. For asynchronous agents, where old is not kept.
 """
 
-AIPO = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 2.0)),), reduce=Reduce("token"))
-"""-min(theta/rollout, 2) A log theta: truncated importance sampling of the whole way from the recorded policy.
+AIPO = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, transform=Truncate(0.0, 2.0)),), reduce=Reduce("token"))
+"""-min(theta/rollout, 2) A log theta: truncated importance sampling from the recorded policy.
 
 Paper: LlamaRL, arXiv 2505.24034, eq. 3 (bounds of 2 to 10). Peers: earlier prime-rl; verl's bypass reinforce.
 """
 
 TOPR = Objective(
-    PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 1.0), when="A<=0"),), reduce=Reduce("token")
+    PolicyGradient(), weights=(Weight(_ROLLOUT, transform=Truncate(0.0, 1.0), when="A<=0"),), reduce=Reduce("token")
 )
 """Good tokens at weight 1, bad ones at min(theta/rollout, 1): tapered, so that pushing down ends by itself.
 
-Paper: Le Roux et al. 2025, arXiv 2503.14286, eq. 8. Peers: ROLL's topr, per token; the paper tapers whole traces
+Paper: Le Roux et al. 2025, arXiv 2503.14286, eq. 8. Peers: ROLL's topr, per token; the paper tapers traces
 (`weights.0.level`). Built for records of any age.
 """
 
 KIMI = Objective(
-    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.1, gated=True, weighted=False),), reduce=Reduce("token")
+    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.1, masked=True, weighted=False),), reduce=Reduce("token")
 )
 """-A log theta + (tau / 2) (log theta/rollout)^2: a quadratic leash to the recorded policy, tau 0.1.
 
@@ -255,18 +259,18 @@ Paper: Kimi k1.5, arXiv 2501.12599, eq. 3. Peers: ROLL's kimi15, per token. The 
 """
 
 DRO = Objective(
-    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.05, gated=True, weighted=False),), reduce=Reduce("token")
+    PolicyGradient(), penalties=(Penalty(_ROLLOUT, "k2", 0.05, masked=True, weighted=False),), reduce=Reduce("token")
 )
 """-(A log theta - (beta / 2) (log theta/rollout)^2).
 
-Paper: Richemond et al. 2024, arXiv 2405.19107, eq. 5. Peers: verl's dro takes theta/old and asks for dro_beta; Tinker's
+Paper: Richemond et al. 2024, arXiv 2405.19107, eq. 5. Peers: verl's dro uses theta/old and requires dro_beta; Tinker's
 dro sums over tokens (`Reduce("constant", norm=1.0)`).
 """
 
-# --- Trust regions by gates on the policy being trained: terms or traces that went too far are dropped, not clipped.
+# --- Trust regions by rejections on the policy being trained: tokens or traces beyond them are dropped, not clipped.
 
 OPSM = replace(
-    GRPO, gates=(Rejection(Ratio("rollout", "theta"), "k1", Aggregation("trace", "mean"), high=0.5, when="A<0"),)
+    GRPO, rejections=(Rejection(Ratio("rollout", "theta"), "k1", Aggregation("trace", "mean"), high=0.5, when="A<0"),)
 )
 """GRPO without the bad traces whose mean of log rollout/theta exceeds 0.5.
 
@@ -278,7 +282,10 @@ difference of 0, here it stands outside the mean.
 DPPO_TV = Objective(
     PolicyGradient(),
     weights=(_DPPO_WEIGHT,),
-    gates=(Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"), Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
+    rejections=(
+        Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"),
+        Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0"),
+    ),
     reduce=Reduce("token"),
 )
 """-min(theta/rollout, 20) A log theta, dropped where the probability has moved by more than 0.2 in A's direction.
@@ -289,7 +296,7 @@ config), SkyRL's dppo binary_tv with -r A in place of the weight, prime-rl's def
 
 DPPO_KL = replace(
     DPPO_TV,
-    gates=(
+    rejections=(
         Rejection(_ROLLOUT, "binary_kl", high=0.05, when="A>0"),
         Rejection(_ROLLOUT, "binary_kl", low=-0.05, when="A<=0"),
     ),
@@ -300,9 +307,9 @@ Paper: arXiv 2602.04879 (binary KL). Peers: verl's dppo_kl, SkyRL's dppo binary_
 """
 
 CLIP_COV = Objective(
-    Clip(0.2, 0.2), _OLD, gates=(DropCovariance(2e-4, 1.0, 5.0, "microbatch"),), reduce=Reduce("token")
+    Clip(0.2, 0.2), _OLD, rejections=(DropCovariance(2e-4, 1.0, 5.0, "microbatch"),), reduce=Reduce("token")
 )
-"""PPO's clip, and a random 0.02 % of the terms with a high covariance of advantage and logprob dropped.
+"""PPO's clip, and a random 0.02 % of the tokens with a high covariance of advantage and logprob dropped.
 
 Paper: Cui et al. 2025, arXiv 2505.22617. Peers: verl's and SkyRL's clip_cov. Per micro-batch, as theirs.
 """
@@ -310,10 +317,10 @@ Paper: Cui et al. 2025, arXiv 2505.22617. Peers: verl's and SkyRL's clip_cov. Pe
 KL_COV = Objective(
     Importance(),
     _OLD,
-    penalties=(Penalty(_OLD, "abs", 1.0, gated=True, weighted=False, where=TopCovariance(2e-4, "microbatch")),),
+    penalties=(Penalty(_OLD, "abs", 1.0, masked=True, weighted=False, where=TopCovariance(2e-4, "microbatch")),),
     reduce=Reduce("token"),
 )
-"""-A r, and |log theta/old| paid on the 0.02 % of terms with the highest covariance of advantage and logprob.
+"""-A r, and |log theta/old| paid on the 0.02 % of tokens with the highest covariance of advantage and logprob.
 
 Paper: Cui et al. 2025, arXiv 2505.22617. Peers: verl's kl_cov (ppo_kl_coef 0.1 by its config, 1 in its docstring),
 SkyRL's (kl_cov_frac 0.2). Per micro-batch, as theirs.
@@ -321,7 +328,9 @@ SkyRL's (kl_cov_frac 0.2). Per micro-batch, as theirs.
 
 # --- Corrections of the mismatch between the recorded policy and the recomputed one, on PPO's clip of theta/old.
 
-TIS = Objective(Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, shape=Truncate(0.0, 2.0)),), reduce=Reduce("token"))
+TIS = Objective(
+    Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, transform=Truncate(0.0, 2.0)),), reduce=Reduce("token")
+)
 """min(old/rollout, 2) at each token: truncated importance sampling.
 
 Paper: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". Peers: all: verl
@@ -329,21 +338,21 @@ rollout_is="token", TRL token_truncate, SkyRL tis_ratio_type="token", slime --us
 below, too: Truncate(0.5, 5).
 """
 
-MIS = replace(TIS, weights=(Weight(_MISMATCH, shape=MaskOutside(0.0, 2.0)),))
-"""old/rollout where it is at most 2, and 0 elsewhere: masked importance sampling.
+MIS = replace(TIS, weights=(Weight(_MISMATCH, transform=MaskOutside(0.0, 2.0)),))
+"""old/rollout if it is at most 2, else 0: masked importance sampling.
 
 Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Peers: TRL token_mask, slime's mis mode="mask".
 """
 
-ICEPOP = replace(TIS, weights=(Weight(_MISMATCH, shape=MaskOutside(0.5, 5.0)),))
-"""old/rollout where it lies in [0.5, 5], and 0 elsewhere: mismatched tokens do not train.
+ICEPOP = replace(TIS, weights=(Weight(_MISMATCH, transform=MaskOutside(0.5, 5.0)),))
+"""old/rollout if it is in [0.5, 5], else 0: mismatched tokens do not train.
 
-Paper: Ring-1T, arXiv 2510.18855. Peers: verl "0.5_5.0", slime, NeMo-RL, OpenRLHF. Denominators stay those of all terms;
-SkyRL's token_mask with the same bounds keeps the weight apart from the mask.
+Paper: Ring-1T, arXiv 2510.18855. Peers: verl "0.5_5.0", slime, NeMo-RL, OpenRLHF. Denominators stay those of all
+tokens; SkyRL's token_mask with the same bounds keeps weight and mask separate.
 """
 
-GEO_RS = replace(TIS, weights=(), gates=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.001),))
-"""Traces are rejected unless the geometric mean of old/rollout lies in [0.999, 1.001]; no weight.
+GEO_RS = replace(TIS, weights=(), rejections=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.001),))
+"""Traces are rejected unless the geometric mean of old/rollout is in [0.999, 1.001]; no weight.
 
 Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Peers: verl's decoupled_geo_rs (its k1 is -log, so its bounds
 are the inverse of these; at 0.1 % they agree to 1e-6), SkyRL's geometric mask (0.99, 1.01).
@@ -351,8 +360,8 @@ are the inverse of these; at 0.1 % they agree to 1e-6), SkyRL's geometric mask (
 
 SEQ_MASK_TIS = replace(
     TIS,
-    weights=(Weight(_MISMATCH, shape=Truncate(0.0, 5.0)),),
-    gates=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.002),),
+    weights=(Weight(_MISMATCH, transform=Truncate(0.0, 5.0)),),
+    rejections=(Rejection(_MISMATCH, level=_GEOMETRIC, low=0.999, high=1.002),),
 )
 """Traces are rejected by the geometric mean of old/rollout; kept tokens carry their own ratio, at most 5.
 
@@ -364,28 +373,30 @@ of the clamp.
 
 M2PO = replace(
     TIS,
-    weights=(Weight(_MISMATCH, shape=Identity()),),
-    gates=(RejectionBudget(_MISMATCH, "square", 0.04, quadrants="active"),),
+    weights=(Weight(_MISMATCH, transform=Identity()),),
+    rejections=(RejectionBudget(_MISMATCH, "square", 0.04, quadrants="active"),),
 )
-"""Of the terms that an update moves further away, drops the largest (log old/rollout)^2 until their mean is 0.04.
+"""Of the tokens that an update moves further away, drops the largest (log old/rollout)^2 until their mean is 0.04.
 
-An update moves a term further away if A > 0 and its ratio is above 1, or A < 0 and its ratio is below 1. The mean is
-over the kept ones of these in the step; all other terms stay. Ties stay or fall together; the smallest always stays.
+An update moves a token further away if A > 0 and its ratio is above 1, or A < 0 and its ratio is below 1. The mean is
+over the kept ones of these in the step; all other tokens stay. Ties stay or fall together; the smallest always stays.
 
 Paper: arXiv 2510.01161, final version (ICLR 2026), Algorithm 1. Peers: Trinity-RFT#616; the authors' code finds its
-threshold over the same terms. AReaL's m2_threshold is the first version, over all terms, and drops more:
+threshold over the same tokens. AReaL's m2_threshold is the first version, over all tokens, and drops more:
 `RejectionBudget(old/rollout, "square", 0.04)`.
 """
 
-DECOUPLED_PPO = replace(TIS, weights=(Weight(_MISMATCH, shape=Identity()),))
+DECOUPLED_PPO = replace(TIS, weights=(Weight(_MISMATCH, transform=Identity()),))
 """old/rollout, untruncated, times PPO's clip of theta/old.
 
-Paper: Hilton et al. 2021, arXiv 2110.00641, eq. 5. Peers: AReaL (which drops terms with a ratio above 5:
+Paper: Hilton et al. 2021, arXiv 2110.00641, eq. 5. Peers: AReaL (which drops tokens with a ratio above 5:
 `Rejection(old/rollout, high=5)`).
 """
 
 A3PO = replace(
-    DECOUPLED_PPO, ratio=Ratio("theta", "proximal"), weights=(Weight(Ratio("proximal", "rollout"), shape=Identity()),)
+    DECOUPLED_PPO,
+    ratio=Ratio("theta", "proximal"),
+    weights=(Weight(Ratio("proximal", "rollout"), transform=Identity()),),
 )
 """DECOUPLED_PPO with old interpolated between the recorded and the trained policy: no forward pass for old.
 
@@ -405,7 +416,7 @@ A*-PO, arXiv 2505.20686, eq. 5. Peers: TRL's experimental a2po (beta 1e-3, b 0.5
 """
 
 WEIGHTED_SFT = Objective(PolicyGradient(), reduce=Reduce("token"))
-"""-A log theta, mean over all terms: fine-tuning weighted by the advantage; needs no logprob.
+"""-A log theta, mean over all tokens: fine-tuning weighted by the advantage; needs no logprob.
 
 With advantages of at least 0 (rewards, or 1 for the good traces: rejection-sampling fine-tuning) it is a weighted
 likelihood and safe to repeat. A negative advantage pushes a logprob down without bound. The first step of it on fresh
@@ -422,7 +433,7 @@ weight 0.
 
 # --- What other trainers do by default, and under their own names, as values: to compare with, or to move from.
 #
-# The gradient is theirs for the same advantages; PARITY.md says how that was shown.
+# The gradient is theirs for the same advantages; PARITY.md shows how that was tested.
 
 TRL_DEFAULT = Objective(
     Clip(0.2, 0.2), _OLD, weights=(Weight(_MISMATCH, _PRODUCT, MaskOutside(0.0, 3.0)),), reduce=Reduce("token")
@@ -431,14 +442,15 @@ TRL_DEFAULT = Objective(
 weigh 0.
 
 Use with group_mean(scale="std", ddof=1). Paper: Yu et al. 2025, arXiv 2503.14476. The product shrinks or explodes with
-length: long traces are the first to go. TRL takes an unknown rollout logprob as a ratio of 1 (missing="neutral").
+length: long traces are the first to go. TRL takes an unknown rollout logprob as a ratio of 1
+(missing_logprobs="ratio_one").
 """
 
 SKYRL_849 = Objective(
     Clip(0.2, 0.2),
     _OLD,
-    weights=(Weight(_MISMATCH, shape=Truncate(0.0, 2.0)),),
-    gates=(
+    weights=(Weight(_MISMATCH, transform=Truncate(0.0, 2.0)),),
+    rejections=(
         Rejection(_MISMATCH, low=1e-4, high=100.0, drops="trace"),
         Rejection(_MISMATCH, level=_GEOMETRIC, low=0.99, high=1.01, terms="kept"),
     ),
@@ -446,10 +458,10 @@ SKYRL_849 = Objective(
 )
 """SkyRL's off-policy correction of PR 849 and after: outlier veto, token TIS at 2, geometric mask, on its regular loss.
 
-Paper: as TIS and GEO_RS. The denominator counts the terms before the masks, as SkyRL scales advantages first.
+Paper: as TIS and GEO_RS. The denominator counts the tokens before the masks, as SkyRL scales advantages first.
 """
 
-ART_467 = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, shape=Truncate(0.0, 5.0)),), reduce=Reduce("token"))
+ART_467 = Objective(PolicyGradient(), weights=(Weight(_ROLLOUT, transform=Truncate(0.0, 5.0)),), reduce=Reduce("token"))
 """ART's default loss: -clip(theta/rollout, 0, 5) A log theta, the loss whose three metrics PR 467 asked for.
 
 Use with group_mean(scale="std", ddof=0, eps=1e-6). Paper: MiniMax-M1, arXiv 2506.13585. ART takes an unknown logprob as
@@ -459,8 +471,11 @@ a ratio of 1, and divides by hidden means of its weights; both are refused here.
 PRIME_RL_DEFAULT = Objective(
     Importance(),
     _ROLLOUT,
-    gates=(Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"), Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0")),
-    penalties=(Penalty(_ROLLOUT, "square", 1e-3, gated=False, weighted=False),),
+    rejections=(
+        Rejection(_ROLLOUT, "dprob", high=0.2, when="A>0"),
+        Rejection(_ROLLOUT, "dprob", low=-0.2, when="A<=0"),
+    ),
+    penalties=(Penalty(_ROLLOUT, "square", 1e-3, masked=False, weighted=False),),
     reduce=Reduce("token"),
 )
 """prime-rl's default: -A theta/rollout within a total variation of 0.2 in A's direction, plus 1e-3 (log ratio)^2.
@@ -472,20 +487,20 @@ clamped there.
 SLIME_MIS = Objective(
     Clip(0.2, 0.28),
     _OLD,
-    weights=(Weight(_MISMATCH, shape=Truncate(0.5, 2.0)),),
-    gates=(Rejection(_MISMATCH, low=1e-4, drops="trace"),),
+    weights=(Weight(_MISMATCH, transform=Truncate(0.5, 2.0)),),
+    rejections=(Rejection(_MISMATCH, low=1e-4, drops="trace"),),
     reduce=Reduce("trace", "mean"),
 )
 """slime's train_infer_mismatch_helper: token weights truncated to [1/2, 2], traces with a ratio under 1e-4 vetoed.
 
-Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Denominators stay those of all terms.
+Paper: Liu, Li et al. 2025, "When Speed Kills Stability". Denominators stay those of all tokens.
 """
 
 VERL_DEFAULT = Objective(Clip(0.2, 0.2, dual=3.0), _OLD, reduce=Reduce("token", denominator="kept"))
 """verl's vanilla loss as its configuration ships: dual clip, token-mean, no rollout correction (`disabled`).
 
-Use with group_mean(scale="std", ddof=1, eps=1e-6). Paper: Schulman et al. 2017, arXiv 1707.06347. verl counts the terms
-that rejection left; with global batch information it counts all. Its eighteen
+Use with group_mean(scale="std", ddof=1, eps=1e-6). Paper: Schulman et al. 2017, arXiv 1707.06347. verl counts the
+tokens that rejection left; with global batch information it counts all. Its eighteen
 corrections are recipes, `recipes.find("VERL_DECOUPLED_TOKEN_IS")`.
 """
 
@@ -511,11 +526,13 @@ def find(name: str) -> Objective:
     return load_named(name, Objective, __name__, "objective")
 
 
-def load_named(name: str, kind: type[_T], room: str, what: str) -> _T:
+def load_named(name: str, kind: type[_T], default_module: str, what: str) -> _T:
     """Return the value of type `kind` called `name` in module `room`, or NAME of `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
-        namespace = vars(load_module(module) if module.endswith(".py") else importlib.import_module(module or room))
+        namespace = vars(
+            load_module(module) if module.endswith(".py") else importlib.import_module(module or default_module)
+        )
     except Exception as error:
         raise ArgumentError(
             f"TG-OBJ-026: {what} {name!r}: {module!r} cannot be imported ({type(error).__name__}: {error}). Nothing is "

@@ -22,7 +22,7 @@ Over = Literal["token", "turn", "trace", "group", "batch"]
 POLICIES = ("theta", "old", "rollout", "ref", "proximal")
 OVER = ("token", "turn", "trace", "group", "batch")
 CONDITION_SIGNS = {"always": "+0-", "A>0": "+", "A>=0": "+0", "A<0": "-", "A<=0": "0-"}
-"""Signs of the advantage on which each condition holds."""
+"""Signs of the advantage that meet each condition."""
 KINDS: dict[str, Callable[[Any], Any]] = {
     "k1": lambda x: x,
     "k2": lambda x: x.square() * 0.5,
@@ -39,7 +39,7 @@ def clamp_log_ratio(log_ratio: Any) -> Any:
 
 
 def condition_mask(when: When, advantages: Any) -> Any:
-    """Return at which terms a condition on the sign of the advantage is met."""
+    """Return at which tokens a condition on the sign of the advantage is met."""
     comparisons = {"A>0": advantages.gt, "A>=0": advantages.ge, "A<0": advantages.lt, "A<=0": advantages.le}
     return comparisons[when](0) if when in comparisons else advantages == advantages
 
@@ -77,15 +77,15 @@ class Ratio:
 
     @property
     def detached(self) -> bool:
-        """Whether it is independent of the policy being trained, so that it is known before the step."""
+        """Whether it is independent of the policy being trained, so that its value is fixed before the step."""
         return "theta" not in self and "proximal" not in self
 
     @property
     def recorded(self) -> bool:
-        """Whether it names rollout, so that it has no value at terms with a missing recorded logprob."""
+        """Whether it names rollout, so that it has no value at tokens with a missing recorded logprob."""
         return "rollout" in self or "proximal" in self
 
-    def core(self) -> tuple[str, str]:
+    def to_core(self) -> tuple[str, str]:
         """Return its plain form."""
         return (self.num, self.den)
 
@@ -105,26 +105,26 @@ def remaining_powers(ratios: Iterable[Ratio]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Aggregation:
-    """Terms over which a log-ratio is aggregated before it is exponentiated and returned to each of them.
+    """Tokens over which a log-ratio is aggregated before it is exponentiated and returned to each of them.
 
     A trace is what papers call a sequence, all its branches together; a turn is one generation of it. The product of
     the token ratios is `Aggregation("trace", "sum")`, their geometric mean `Aggregation("trace", "mean")`: papers
     call either the "sequence ratio".
 
     Args:
-        over: "token", "turn", "trace", "group" or "batch", which is all terms of the step.
-        agg: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the minimum
-            over the terms up to and including each one; None if `over` is "token".
-        grad: "through" the aggregate, or only through the term's own "token" (GSPO-token); read in a surrogate only.
-        terms: "all" terms with known logprobs, or those still "kept" by the gates.
+        over: "token", "turn", "trace", "group" or "batch", which is all tokens of the step.
+        reduce: "sum", "mean" or "max"; within a turn or trace also "prefix_sum" and "prefix_min", the sum and the
+            minimum over the tokens up to and including each one; None if `over` is "token".
+        grad: "through" the aggregate, or only through the token's own "token" (GSPO-token); read in a surrogate only.
+        terms: "all" tokens with known logprobs, or those still "kept" by the rejections.
         blend: mixes in the token's own ratio: "arithmetic" (r_token + r_level) / 2, "geometric" its geometric form
             (ART's average and geometric_average).
-        scope: the range of "batch" and "group": the whole "step", or the "microbatch" that is evaluated together. A
+        scope: the range of "batch" and "group": the full "step", or the "microbatch" that is evaluated together. A
             ratio of the trained policy can only see a micro-batch.
     """
 
     over: Over = "token"
-    agg: Literal["sum", "mean", "max", "prefix_sum", "prefix_min"] | None = None
+    reduce: Literal["sum", "mean", "max", "prefix_sum", "prefix_min"] | None = None
     grad: Literal["through", "token"] = "through"
     terms: Literal["all", "kept"] = "all"
     blend: Literal["arithmetic", "geometric"] | None = None
@@ -137,37 +137,39 @@ class Aggregation:
         check_choice("Aggregation.blend", self.blend, ("arithmetic", "geometric", None))
         check_choice("Aggregation.scope", self.scope, ("step", "microbatch"))
         refuse_without_effect(
-            self.scope != "step" and not self.wide, "Aggregation.scope", f"a {self.over} stands in one batch whole"
+            self.scope != "step" and not self.spans_traces,
+            "Aggregation.scope",
+            f"all tokens of a {self.over} are in one batch",
         )
         if self.over == "token":
-            for name, default in (("agg", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
+            for name, default in (("reduce", None), ("grad", "through"), ("terms", "all"), ("blend", None)):
                 refuse_without_effect(
                     getattr(self, name) != default, f"Aggregation.{name}", "a token is not aggregated"
                 )
             return
-        prefixes = () if self.wide else ("prefix_sum", "prefix_min")
-        check_choice("Aggregation.agg", self.agg, ("sum", "mean", "max", *prefixes))
+        prefixes = () if self.spans_traces else ("prefix_sum", "prefix_min")
+        check_choice("Aggregation.reduce", self.reduce, ("sum", "mean", "max", *prefixes))
 
     @property
-    def wide(self) -> bool:
+    def spans_traces(self) -> bool:
         """Whether the level is the group or batch, which span several traces."""
         return self.over in ("group", "batch")
 
     def core(self, kept: bool) -> tuple[str, str | None, bool, str | None]:
-        """Return its plain form; `kept` says over which terms."""
-        return (self.over, self.agg, kept, self.blend)
+        """Return its plain form; `kept` says over which tokens."""
+        return (self.over, self.reduce, kept, self.blend)
 
-    def of(self, values: Any, view: Any, inside: Any) -> Any:
-        """Return log-ratios aggregated and broadcast back to each term.
+    def apply(self, values: Any, view: Any, inside: Any) -> Any:
+        """Return log-ratios aggregated and broadcast back to each token.
 
-        Sums are in float64. The result is NaN if a segment has no term inside.
+        Sums are in float64. The result is NaN if a segment has no token inside.
         """
         if self.over == "token":
             return values
         flat, index, inside = values.reshape(-1).double(), view.segments(self.over), inside.reshape(-1)
-        prefix = self.agg in ("prefix_sum", "prefix_min")
+        prefix = self.reduce in ("prefix_sum", "prefix_min")
         aggregate = (
-            (_running_aggregate if prefix else _segment_aggregate)(self.agg, flat, index, inside)
+            (_running_aggregate if prefix else _segment_aggregate)(self.reduce, flat, index, inside)
             .reshape(values.shape)
             .to(values.dtype)
         )
@@ -182,17 +184,17 @@ class Aggregation:
             return "each token"
         words = {"sum": "sum", "mean": "mean", "max": "max", "prefix_sum": "running sum", "prefix_min": "running min"}
         within = " of the micro-batch" if self.scope == "microbatch" else ""
-        kept = " over kept terms" if self.terms == "kept" else ""
+        kept = " over kept tokens" if self.terms == "kept" else ""
         blend = f", {self.blend} mean with the token's own" if self.blend else ""
-        return f"{words[self.agg or 'sum']} over the {self.over}{within}{kept}{blend}"
+        return f"{words[self.reduce or 'sum']} over the {self.over}{within}{kept}{blend}"
 
 
 TOKEN = Aggregation()
-"""Each term by itself."""
+"""Each token by itself."""
 
 
 def _segment_aggregate(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
-    """Return [terms] the aggregate of each term's segment."""
+    """Return [tokens] the aggregate of each token's segment."""
     count = values.new_zeros(len(values)).index_add(0, index, inside.double())
     if agg == "max":
         lowest = values.new_full((len(values),), -INFINITY)
@@ -207,7 +209,7 @@ def _segment_aggregate(agg: str | None, values: Any, index: Any, inside: Any) ->
 def _running_aggregate(agg: str | None, values: Any, index: Any, inside: Any) -> Any:
     """Return the running sum or minimum within each segment.
 
-    Computed by doubling: after k rounds it covers the last 2^k terms.
+    Computed by doubling: after k rounds it covers the last 2^k tokens.
     """
     neutral = 0.0 if agg == "prefix_sum" else INFINITY
     order = index.argsort(stable=True)
@@ -224,10 +226,10 @@ def _running_aggregate(agg: str | None, values: Any, index: Any, inside: Any) ->
 
 
 def discounted_sum(values: Any, index: Any, inside: Any, factor: float) -> Any:
-    """Return the sum from each term to the end of its segment, discounted by `factor` per term.
+    """Return the sum from each token to the end of its segment, discounted by `factor` per token.
 
-    Computed by doubling, as the running sums: after k rounds it covers the next 2^k terms. Terms that are not inside do
-    not count as a step.
+    Computed by doubling, as the running sums: after k rounds it covers the next 2^k tokens. Tokens that are not inside
+    do not count as a step.
     """
     index = index.masked_fill(~inside.reshape(-1), len(index))
     order = index.argsort(stable=True)
@@ -243,38 +245,39 @@ def discounted_sum(values: Any, index: Any, inside: Any, factor: float) -> Any:
 
 def check_scope(name: str, ratio: Ratio, level: Aggregation) -> None:
     """Refuse a statistic of the trained policy over more than one micro-batch, unless its scope allows that."""
-    if level.wide and not ratio.detached and level.scope == "step":
+    if level.spans_traces and not ratio.detached and level.scope == "step":
         raise ArgumentError(
-            f"TG-OBJ-029: {name}: {ratio} depends on the policy being trained, which sees one micro-batch at a time, "
-            f"and the level is the whole {level.over}. The gradient would depend on how the step was cut. Say "
-            "Level(..., scope='microbatch') to accept that, or take old in place of theta."
+            f"TG-OBJ-029: {name}: {ratio} depends on the policy being trained, which is evaluated one micro-batch at a "
+            f"time, but the level is the full {level.over}. The gradient would depend on how the step is split. To "
+            "accept "
+            "that, pass Aggregation(..., scope='microbatch'), or use old instead of theta."
         )
     refuse_without_effect(
-        level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is known for the whole step"
+        level.scope != "step" and ratio.detached, f"{name}.level.scope", f"{ratio} is available for the full step"
     )
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """How terms are reduced to one number: it defines the `scale` of each term.
+    """How tokens are reduced to one number: it defines the `scale` of each token.
 
     | per | inner "mean" | inner "sum" |
     |---|---|---|
-    | token | 1 / terms (inner is None) | |
-    | trace | 1 / (traces * terms of the trace) | 1 / (traces * norm) |
-    | group | 1 / (groups * traces of the group * terms of the trace) | 1 / (groups * traces of the group * norm) |
-    | prompt | 1 / (groups * terms of the group) | 1 / (groups * norm) |
+    | token | 1 / tokens (inner is None) | |
+    | trace | 1 / (traces * tokens of the trace) | 1 / (traces * norm) |
+    | group | 1 / (groups * traces of the group * tokens of the trace) | 1 / (groups * traces of the group * norm) |
+    | prompt | 1 / (groups * tokens of the group) | 1 / (groups * norm) |
     | constant | | 1 / norm (inner is None) |
 
     Args:
-        per: "token", "trace", "group" (its traces count equally), "prompt" (its terms count equally) or "constant".
+        per: "token", "trace", "group" (its traces count equally), "prompt" (its tokens count equally) or "constant".
         inner: "mean" or "sum" within a trace, or within a prompt; None if `per` is "token" or "constant".
         norm: constant that divides an inner sum, 1 if None; required if `per` is "constant".
-        denominator: "all" counts every term of the step, "kept" those left by the detached gates and by
-            `missing="mask"`.
+        denominator: "all" counts every token of the step, "kept" those left by the detached rejections and by
+            `missing_logprobs="mask"`.
 
     >>> print(Reduce("trace", "mean"))
-    1 / (traces * terms of the trace)
+    1 / (traces * tokens of the trace)
     """
 
     per: Literal["token", "trace", "group", "prompt", "constant"] = "token"
@@ -302,18 +305,18 @@ class Reduce:
         if self.norm is not None:
             check_positive("Reduce.norm", self.norm)
 
-    def core(self) -> tuple[Any, ...]:
+    def to_core(self) -> tuple[Any, ...]:
         """Return (per, mean, norm, kept)."""
         norm = 1.0 if self.norm is None else self.norm
         return (self.per, self.inner == "mean", norm, self.denominator == "kept")
 
     def __str__(self) -> str:
         kept = "kept " if self.denominator == "kept" else ""
-        inner = f"{kept}terms of the {'prompt' if self.per == 'prompt' else 'trace'}"
+        inner = f"{kept}tokens of the {'prompt' if self.per == 'prompt' else 'trace'}"
         if self.inner == "sum":
             inner = f"{self.norm or 1:g}"
         return {
-            "token": f"1 / {kept}terms",
+            "token": f"1 / {kept}tokens",
             "trace": f"1 / (traces * {inner})",
             "group": f"1 / (groups * traces of the group * {inner})",
             "prompt": f"1 / (prompts * {inner})",
@@ -322,4 +325,4 @@ class Reduce:
 
 
 PER_TOKEN = Reduce()
-"""The mean over all terms."""
+"""The mean over all tokens."""

@@ -1,4 +1,4 @@
-"""Define which tokens are dropped: gates on ratios, budgets, and selection by entropy or covariance."""
+"""Define which tokens are dropped: rejections on ratios, budgets, and selection by entropy or covariance."""
 
 import math
 from collections.abc import Sequence
@@ -41,22 +41,22 @@ _KL_EPSILON = 1e-8  # verl's value, for probabilities of 1
 
 
 class AnyRejection(Component):
-    """Base class of components that drop terms. For your own, write a frozen subclass with `keeps`.
+    """Base class of components that drop tokens. For your own, write a frozen subclass with `keeps`.
 
     Its ratio must contain the policy being trained. A detached one also needs `core()` and a form in the Rust core.
     """
 
     def keeps(self, view: LossInputs, keep: Any) -> Any:
-        """Return `keep` without the terms that this gate drops. It is not called for detached gates.
+        """Return `keep` without the tokens that this rejection drops. It is not called for detached rejections.
 
-        A term with a missing logprob must not be dropped: consider only terms in `view.has(ratio) & view.present`.
+        A token with a missing logprob must not be dropped: consider only tokens in `view.has(ratio) & view.present`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
 
 
 @dataclass(frozen=True)
 class Rejection(AnyRejection):
-    """Keeps a term iff low <= stat <= high, bounds included; a dropped term has no loss and no gradient.
+    """Keeps a token iff low <= stat <= high, bounds included; a dropped token has no loss and no gradient.
 
     With l = log num - log den, p and q the two probabilities: ratio = exp(l), k1 = l, k2 = l^2 / 2, k3 = exp(l) - 1 -
     l, abs = |l|, square = l^2, dprob = p - q, binary_kl = the KL of (q, 1 - q) from (p, 1 - p) with the sign of p - q.
@@ -66,12 +66,12 @@ class Rejection(AnyRejection):
     Args:
         ratio: any two policies.
         stat: one of the above.
-        level: terms over which the statistic is aggregated; `terms` restricts them.
+        level: tokens over which the statistic is aggregated; `terms` restricts them.
         low, high: bounds in the unit of `stat`; None is unbounded.
-        when: sign of the advantage for which it can drop a term: "always", "A>0", "A>=0", "A<0" or "A<=0".
-        drops: what is dropped together with a term that fails: None is the level itself; "trace" with a token level is
+        when: sign of the advantage for which it can drop a token: "always", "A>0", "A>=0", "A<0" or "A<=0".
+        drops: what is dropped together with a token that fails: None is the level itself; "trace" with a token level is
             a veto.
-        terms: the statistic is over "all" terms with known logprobs, or over those "kept" by earlier gates.
+        terms: the statistic is over "all" tokens with known logprobs, or over those "kept" by earlier rejections.
 
     >>> print(Rejection(Ratio("old", "rollout"), low=1e-4, drops="trace"))
     drop the trace unless 0.0001 <= ratio(old/rollout) of each token
@@ -93,36 +93,38 @@ class Rejection(AnyRejection):
         check_choice("Rejection.when", self.when, tuple(CONDITION_SIGNS))
         check_choice("Rejection.drops", self.drops, ("turn", "trace", "group", None))
         check_choice("Rejection.terms", self.terms, ("all", "kept"))
-        refuse_without_effect(self.level.grad != "through", "Rejection.level.grad", "a gate is detached")
-        refuse_without_effect(self.level.blend is not None, "Rejection.level.blend", "a gate looks at one level")
+        refuse_without_effect(self.level.grad != "through", "Rejection.level.grad", "a rejection is detached")
+        refuse_without_effect(self.level.blend is not None, "Rejection.level.blend", "a rejection reads one level")
         refuse_without_effect(
-            self.level.terms != "all", "Rejection.level.terms", "Rejection.terms says which terms are counted"
+            self.level.terms != "all", "Rejection.level.terms", "Rejection.terms selects the tokens that are counted"
         )
         refuse_without_effect(
             self.terms == "kept" and self.level.over == "token", "Rejection.terms", "a token is not aggregated"
         )
         wider = self.drops is None or OVER.index(self.drops) > OVER.index(self.level.over)
         refuse_without_effect(not wider, "Rejection.drops", f"the level is the {self.level.over} already")
-        check_scope("Gate", self.ratio, self.level)
+        check_scope("Rejection", self.ratio, self.level)
         if self.drops == "group" and not self.detached:
             raise ArgumentError(
                 "TG-OBJ-031: Rejection.drops is 'group' on a ratio of the policy being trained. The traces of a group "
-                "stand in several micro-batches. Take drops='trace', or old in place of theta."
+                "are in several micro-batches. Use drops='trace', or old instead of theta."
             )
         self._check_bounds()
 
     def _check_bounds(self) -> None:
         if self.low is None and self.high is None:
-            raise ArgumentError("TG-OBJ-032: a Gate without low and high keeps everything. Give at least one bound.")
+            raise ArgumentError(
+                "TG-OBJ-032: a Rejection without low and high keeps everything. Pass at least one bound."
+            )
         low, high = self.bounds
         if self.stat == "ratio":
-            check_ratio_bounds("Gate", max(low, 0.0) if self.low is None else low, high)
+            check_ratio_bounds("Rejection", max(low, 0.0) if self.low is None else low, high)
         elif self.stat in _NEVER_NEGATIVE:
-            check_order("Gate", low, high)
+            check_order("Rejection", low, high)
             refuse_without_effect(self.low is not None, "Rejection.low", f"{self.stat} is never negative")
-            check_positive("Rejection.high", high, f"{self.stat} is 0 where the policies agree") if high <= 0 else None
+            check_positive("Rejection.high", high, f"{self.stat} is 0 if the policies agree") if high <= 0 else None
         else:
-            check_bounds_around("Gate", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
+            check_bounds_around("Rejection", low, high, 0.0, f"{self.stat} is a difference: write -0.2 and 0.2.")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -130,39 +132,39 @@ class Rejection(AnyRejection):
         return (-INFINITY if self.low is None else self.low, INFINITY if self.high is None else self.high)
 
     @property
-    def reach(self) -> str:
-        wide = self.level.over if self.level.wide else "group" if self.drops == "group" else ""
+    def cross_trace_reason(self) -> str:
+        wide = self.level.over if self.level.spans_traces else "group" if self.drops == "group" else ""
         return wide and f"'{self}' reaches over a {wide}"
 
     def ratios(self) -> Sequence[tuple[Ratio, Aggregation]]:
         return [(self.ratio, Aggregation(self.drops, "max") if self.drops else self.level)]
 
-    def core(self) -> tuple[Any, ...]:
+    def to_core(self) -> tuple[Any, ...]:
         """Return (ratio, stat, level, low, high, when, drops)."""
         level = self.level.core(self.terms == "kept")
-        return (self.ratio.core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
+        return (self.ratio.to_core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
 
     def keeps(self, view: LossInputs, keep: Any) -> Any:
-        has = view.has(self.ratio)
+        has = view.has_value(self.ratio)
         inside = has & view.present
         values = self._stat(view, has)
-        values = self.level.of(values, view, inside & keep if self.terms == "kept" else inside)
+        values = self.level.apply(values, view, inside & keep if self.terms == "kept" else inside)
         if self.stat == "ratio":
             values = clamp_log_ratio(values).exp()
         low, high = self.bounds
         failed = ((values < low) | (values > high)) & (inside if self.level.over == "token" else view.counted)
         if self.when != "always":
-            failed = failed & condition_mask(self.when, view.given("advantages", view.counted))
+            failed = failed & condition_mask(self.when, view.masked_array("advantages", view.counted))
         if self.drops is not None:
-            failed = Aggregation(self.drops, "max").of(failed.to(values.dtype), view, view.counted) > 0
+            failed = Aggregation(self.drops, "max").apply(failed.to(values.dtype), view, view.counted) > 0
         return keep & ~failed
 
     def _stat(self, view: LossInputs, has: Any) -> Any:
-        """Return the statistic of each term; for "ratio" its logarithm, which is what levels aggregate."""
-        log_ratio = view.between(self.ratio, has)
+        """Return the statistic of each token; for "ratio" its logarithm, which is what levels aggregate."""
+        log_ratio = view.log_difference(self.ratio, has)
         if self.stat not in ("dprob", "binary_kl"):
             return KINDS["k1" if self.stat == "ratio" else self.stat](log_ratio)
-        p, q = (view.log(policy, has).clamp(max=0).exp() for policy in (self.ratio.num, self.ratio.den))
+        p, q = (view.logprob(policy, has).clamp(max=0).exp() for policy in (self.ratio.num, self.ratio.den))
         if self.stat == "dprob":
             return p - q
         complement = (1 - q) * ((1 - q + _KL_EPSILON) / (1 - p + _KL_EPSILON)).log()
@@ -171,7 +173,7 @@ class Rejection(AnyRejection):
     def __str__(self) -> str:
         low = "" if self.low is None else f"{self.low:g} <= "
         high = "" if self.high is None else f" <= {self.high:g}"
-        kept = " over kept terms" if self.terms == "kept" else ""
+        kept = " over kept tokens" if self.terms == "kept" else ""
         inner = f"{self.stat}({self.ratio}) of each token"
         if self.level.over != "token":
             inner = f"{self.level} of {self.stat}({self.ratio}){kept}"
@@ -183,23 +185,23 @@ class Rejection(AnyRejection):
 
 @dataclass(frozen=True)
 class RejectionBudget(AnyRejection):
-    """Keeps the terms with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
+    """Keeps the tokens with the smallest stat, as many as leave its mean over the step at most `mean`; at least one.
 
-    Terms with an equal stat are kept or dropped together.
+    Tokens with an equal stat are kept or dropped together.
 
     Args:
         ratio: two policies, neither of them being trained.
         stat: "square" (M2PO), "abs", "k2" or "k3".
-        mean: upper bound of the mean over the kept terms.
-        terms: "all" terms with known logprobs, or those "kept" by earlier gates.
+        mean: upper bound of the mean over the kept tokens.
+        terms: "all" tokens with known logprobs, or those "kept" by earlier rejections.
         quadrants: "all", or the two "active" ones, which an update moves further away: A > 0 with a ratio above 1, and
-            A < 0 with a ratio below 1. Terms outside these are neither counted in the mean nor dropped.
+            A < 0 with a ratio below 1. Tokens outside these are neither counted in the mean nor dropped.
 
     Source: M2PO, arXiv 2510.01161, mean (log ratio)^2 <= 0.04. Its final version (ICLR 2026, Algorithm 1) and the
     authors' code use the active quadrants, its first version and AReaL all.
 
     >>> print(RejectionBudget(Ratio("old", "rollout"), quadrants="active"))
-    keep the terms with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
+    keep the tokens with the smallest square(old/rollout) in the active quadrants whose mean is at most 0.04
     """
 
     ratio: Ratio
@@ -215,31 +217,31 @@ class RejectionBudget(AnyRejection):
         check_positive("RejectionBudget.mean", self.mean)
         if not self.ratio.detached:
             raise ArgumentError(
-                f"TG-OBJ-033: Budget on {self.ratio}: the budget is of the whole step, and the policy being trained "
-                "sees one micro-batch at a time. Take old in place of theta."
+                f"TG-OBJ-033: Budget on {self.ratio}: the budget is for the full step, but the policy being "
+                "trained is evaluated one micro-batch at a time. Use old instead of theta."
             )
 
     @property
-    def reach(self) -> str:
-        return f"'{self}' is a budget of the whole step"
+    def cross_trace_reason(self) -> str:
+        return f"'{self}' is a budget for the full step"
 
-    def core(self) -> tuple[Any, ...]:
+    def to_core(self) -> tuple[Any, ...]:
         """Return (ratio, stat, mean, kept, active)."""
-        return (self.ratio.core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
+        return (self.ratio.to_core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
 
     def __str__(self) -> str:
         where = " in the active quadrants" if self.quadrants == "active" else ""
-        return f"keep the terms with the smallest {self.stat}({self.ratio}){where} whose mean is at most {self.mean:g}"
+        return f"keep the tokens with the smallest {self.stat}({self.ratio}){where} whose mean is at most {self.mean:g}"
 
 
 @dataclass(frozen=True)
 class TopEntropy(AnyRejection):
-    """Keeps the share of terms with the highest entropy of the policy being trained, within each micro-batch.
+    """Keeps the share of tokens with the highest entropy of the policy being trained, within each micro-batch.
 
-    A term is kept if its entropy is at or above the quantile of the terms (that of torch.quantile).
+    A token is kept if its entropy is at or above the quantile of the tokens (torch.quantile).
 
     Args:
-        share: share of the terms of a micro-batch, in [0, 1); 0 keeps only the terms with the maximum entropy.
+        share: share of the tokens of a micro-batch, in [0, 1); 0 keeps only the tokens with the maximum entropy.
         scope: "microbatch". You must write it, because the gradient depends on how the step was split.
 
     Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
@@ -258,22 +260,22 @@ class TopEntropy(AnyRejection):
         return keep & (view.entropy >= counted.nanquantile(1 - self.share)) if len(counted) else keep
 
     def __str__(self) -> str:
-        return f"keep the {self.share:g} of the micro-batch's terms with the highest entropy"
+        return f"keep the {self.share:g} of the micro-batch's tokens with the highest entropy"
 
 
 @dataclass(frozen=True)
 class DropCovariance(AnyRejection):
-    """Drops a random share of the terms whose covariance of advantage and logprob is between low and high.
+    """Drops a random share of the tokens whose covariance of advantage and logprob is between low and high.
 
-    cov = (A - mean A)(logp - mean logp), with means over the terms of the micro-batch that earlier gates kept. Clipped
-    terms are not candidates. `max(int(share * terms), 1)` of the candidates are dropped, drawn with torch's global
-    generator.
+    cov = (A - mean A)(logp - mean logp), with means over the tokens of the micro-batch that earlier rejections kept.
+    Clipped tokens are not candidates. `max(int(share * tokens), 1)` of the candidates are dropped, drawn with torch's
+    global generator.
 
     Args:
-        share: share of the kept terms of a micro-batch, in (0, 1).
+        share: share of the kept tokens of a micro-batch, in (0, 1).
         low, high: bounds of cov, excluded.
         scope: "microbatch". You must write it, because the gradient depends on how the step was split.
-        scaled: uses A times the scale of its term, as SkyRL's clip_cov does. The bounds are then of the order of a
+        scaled: uses A times the scale of its token, as SkyRL's clip_cov does. The bounds are then of the order of a
             mean.
 
     Source: Clip-Cov of Cui et al. 2025, arXiv 2505.22617; verl's clip_cov.
@@ -292,7 +294,8 @@ class DropCovariance(AnyRejection):
     def check(self, objective: "Objective") -> None:
         if not objective.surrogate.clips:
             raise ArgumentError(
-                "TG-OBJ-034: DropCovariance leaves clipped terms alone and needs a Clip. Take Clip, or a Gate."
+                "TG-OBJ-034: DropCovariance skips clipped tokens and needs the surrogate Clip. Use Clip, or a "
+                "Rejection."
             )
 
     def keeps(self, view: LossInputs, keep: Any) -> Any:
@@ -308,17 +311,17 @@ class DropCovariance(AnyRejection):
 
     def __str__(self) -> str:
         of = _covariance_name(self.scaled)
-        return f"drop a random {self.share:g} of the terms with {self.low:g} < {of} < {self.high:g}"
+        return f"drop a random {self.share:g} of the tokens with {self.low:g} < {of} < {self.high:g}"
 
 
 @dataclass(frozen=True)
 class TopCovariance(Component):
-    """Selects the share of terms with the highest covariance of advantage and logprob, for a penalty on them.
+    """Selects the share of tokens with the highest covariance of advantage and logprob, for a penalty on them.
 
     Args:
-        share: share of the terms of a micro-batch that the penalty applies to, in (0, 1); at least one term.
+        share: share of the tokens of a micro-batch that the penalty applies to, in (0, 1); at least one token.
         scope: "microbatch"; you must write it.
-        scaled: uses A times the scale of its term, as SkyRL's kl_cov does; it matters only if scales differ.
+        scaled: uses A times the scale of its token, as SkyRL's kl_cov does; it matters only if scales differ.
 
     Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.
     """
@@ -331,8 +334,8 @@ class TopCovariance(Component):
         _check_share(self)
 
     def of(self, view: LossInputs, mask: Any) -> Any:
-        """Return the selected terms in `mask`, at least one if there are any."""
-        covariance = _covariance(view.detached(), mask, self.scaled).reshape(-1)
+        """Return the selected tokens in `mask`, at least one if there are any."""
+        covariance = _covariance(view.detach(), mask, self.scaled).reshape(-1)
         count = mask.sum()
         selected_count = (self.share * count.double()).long().clamp(min=1).minimum(count)
         order = covariance.argsort(descending=True)
@@ -340,7 +343,7 @@ class TopCovariance(Component):
         return (mask.reshape(-1) & False).scatter(0, order, rank < selected_count).reshape(mask.shape)
 
     def __str__(self) -> str:
-        return f"on the {self.share:g} of the micro-batch's terms with the highest {_covariance_name(self.scaled)}"
+        return f"on the {self.share:g} of the micro-batch's tokens with the highest {_covariance_name(self.scaled)}"
 
 
 def _covariance_name(scaled: bool) -> str:
@@ -348,8 +351,8 @@ def _covariance_name(scaled: bool) -> str:
 
 
 def _covariance(view: LossInputs, mask: Any, scaled: bool) -> Any:
-    """Return (A - mean A)(logp - mean logp) of each term in `mask`, minus infinity elsewhere."""
-    advantages, logprobs = view.given("advantages", mask), view.log("theta", mask)
+    """Return (A - mean A)(logp - mean logp) of each token in `mask`, minus infinity elsewhere."""
+    advantages, logprobs = view.masked_array("advantages", mask), view.logprob("theta", mask)
     advantages = advantages * view.scale(None) if scaled else advantages
     count = mask.sum().clamp(min=1)
     covariance = (advantages - advantages.sum() / count) * (logprobs - logprobs.sum() / count)
@@ -361,5 +364,5 @@ def _check_share(part: TopEntropy | DropCovariance | TopCovariance, *, zero: boo
     check_choice(f"{name}.scope", part.scope, ("microbatch",))
     if not (0 < part.share < 1 or (zero and part.share == 0)):
         raise ArgumentError(
-            f"TG-OBJ-035: {name}.share is {part.share}. It is a share of the terms and lies between 0 and 1."
+            f"TG-OBJ-035: {name}.share is {part.share}. It must be a share of the tokens, between 0 and 1."
         )

@@ -19,7 +19,7 @@ def override(objective: Objective, name: str, value: object) -> Objective:
     >>> override(Objective(Clip(), Ratio("theta", "old")), "ratio.dne", "old")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    tracegrad.ArgumentError: TG-CONFIG-001: objective.ratio.dne is no option. ... Did you mean objective.ratio.den?
+    tracegrad.ArgumentError: TG-CONFIG-001: objective.ratio.dne is not an option. Did you mean objective.ratio.den?
     """
     return override_all(objective, {name: value})
 
@@ -29,8 +29,8 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
 
     Args:
         changes: dotted names to values. Text is parsed as its field's type ("none" for None). Entries of a tuple are
-            addressed by their index (`weights.0.shape.high`), and "none" empties the tuple. `kl` is the coefficient of
-            `with_kl`, `beta` that of `with_beta`, `entropy` that of `with_entropy`.
+            addressed by their index (`weights.0.transform.high`), and "none" empties the tuple. `kl`, `beta` and
+            `entropy` are the coefficients of `with_kl`, `with_beta` and `with_entropy`.
 
     Raises:
         ArgumentError: for an unknown name, with the nearest valid one; for a value of the wrong type; for an invalid
@@ -91,8 +91,7 @@ def from_source(text: str, classes: Mapping[str, Any]) -> Any:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
-            f"TG-OBJ-036: {text[:80]!r} is no objective: {str(error)[:200]}. No loss is known. Write it as "
-            f"docs/losses.md does."
+            f"TG-OBJ-036: {text[:80]!r} is not an objective: {str(error)[:200]}. See docs/losses.md for the notation."
         ) from error
 
 
@@ -102,9 +101,9 @@ def _evaluate(node: ast.expr, classes: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         constructor = classes.get(node.func.id)
         if not is_dataclass(constructor) or not isinstance(constructor, type):
-            raise ValueError(f"{node.func.id} is no part of an objective")
+            raise ValueError(f"{node.func.id} is not a component of an objective")
         keywords = {item.arg: _evaluate(item.value, classes) for item in node.keywords if item.arg}
         if len(keywords) < len(node.keywords):
-            raise ValueError("** is not taken")
+            raise ValueError("** is not allowed")
         return constructor(*(_evaluate(item, classes) for item in node.args), **keywords)
     return ast.literal_eval(node)

@@ -36,18 +36,18 @@ def _check_promises(name: str, locality: Locality, reads: tuple[str, ...]) -> No
 
 
 class Surrogate:
-    """Base class of losses at each term. For your own, write a frozen subclass with `loss`.
+    """Base class of losses at each token. For your own, write a frozen subclass with `loss`.
 
     You declare its properties in the class statement, `class Mine(Surrogate, locality="term")`. Each default is the
     safe choice, also for a subclass of `Clip`.
 
     Promises:
-        locality: what it reads in addition to a term's own arrays and its ratio: nothing ("term"), the other terms of
-            its "turn" or "trace", or all terms that are evaluated together ("batch": how a step is split changes its
+        locality: what it reads in addition to a token's own arrays and its ratio: nothing ("term"), the other tokens of
+            its "turn" or "trace", or all tokens that are evaluated together ("batch": how a step is split changes its
             gradient).
-        times_advantage: it is A times something, so that a term with A = 0 has no gradient.
+        times_advantage: it is A times something, so that a token with A = 0 has no gradient.
         reads: further arrays: "old", "rollout", "ref" or "entropy".
-        ratio: False if it takes no ratio, True if it needs one, None for either.
+        ratio: False if it does not use a ratio, True if it needs one, None for either.
     """
 
     level: Aggregation = TOKEN
@@ -59,8 +59,8 @@ class Surrogate:
     takes_entropy: bool = False
     """Whether it reads the entropy without a gradient. If it needs a gradient, the entropy is in `reads`."""
     clips: bool = False
-    """Whether it has a bound beyond which a term has no gradient: it defines `clipped`."""
-    holds_tokens: bool = False
+    """Whether it has a bound beyond which a token has no gradient: it defines `clipped`."""
+    transforms_token_log_ratios: bool = False
     """Whether its formula changes the log-ratios of tokens before its level aggregates them."""
 
     def __init_subclass__(
@@ -74,7 +74,10 @@ class Surrogate:
         super().__init_subclass__(**more)
         _check_promises(cls.__name__, locality, reads)
         cls.locality, cls.times_advantage, cls.reads, cls.takes_ratio = locality, times_advantage, reads, ratio
-        cls.clips, cls.holds_tokens = cls.clipped is not Surrogate.clipped, cls.log_ratio is not Surrogate.log_ratio
+        cls.clips, cls.transforms_token_log_ratios = (
+            cls.clip_mask is not Surrogate.clip_mask,
+            cls.log_ratio is not Surrogate.log_ratio,
+        )
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -82,16 +85,16 @@ class Surrogate:
         return None
 
     def loss(self, view: LossInputs) -> Any:
-        """Return the loss at each term, to be minimised. Values outside `view.keep` are not read."""
+        """Return the loss at each token, to be minimised. Values outside `view.keep` are not read."""
         raise NotImplementedError(f"{type(self).__name__} has no loss(view)")
 
     def log_ratio(self, view: LossInputs) -> Any:
         """Return log r at its level, with gradient."""
-        inside = view.inside(self.level)
-        return self.level.of(view.between(view.pair, inside), view, inside)
+        inside = view.level_terms(self.level)
+        return self.level.apply(view.log_difference(view.pair, inside), view, inside)
 
-    def clipped(self, view: LossInputs) -> Any:
-        """Return bool: terms whose gradient the clip removed."""
+    def clip_mask(self, view: LossInputs) -> Any:
+        """Return bool: tokens whose gradient the clip removed."""
         return view.keep & False
 
     def check(self, objective: "Objective") -> None:
@@ -138,11 +141,11 @@ class Function(Surrogate):
 
 @dataclass(frozen=True)
 class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=False):
-    """-A * logp: the plain policy gradient; takes no ratio (weights may).
+    """-A * logp: the plain policy gradient, without a ratio (weights may have one).
 
     Args:
         when: sign of the advantage for which it applies. Otherwise the surrogate is 0, and denominators still count the
-            term.
+            token.
     """
 
     when: When = "always"
@@ -159,7 +162,7 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
 
 @dataclass(frozen=True)
 class CrossEntropy(Surrogate, locality="term", ratio=False):
-    """-logp: imitation, whatever the advantage; takes no ratio."""
+    """-logp: imitation, whatever the advantage, without a ratio."""
 
     def check(self, objective: "Objective") -> None:
         refuse_without_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
@@ -178,7 +181,7 @@ class Importance(Surrogate, locality="term", times_advantage=True, ratio=True):
     Args:
         level: the level of r.
 
-    Source: Tinker's and SkyRL's importance_sampling; prime-rl's default, where gates bound it.
+    Source: Tinker's and SkyRL's importance_sampling; prime-rl's default, where rejections bound it.
     """
 
     level: Aggregation = TOKEN
@@ -244,7 +247,7 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
         value = (-a * unclipped).maximum(-a * r.clamp(low, high))
         return value if self.dual is None else value.minimum(-a * self.dual).where(a < 0, value)
 
-    def clipped(self, view: LossInputs) -> Any:
+    def clip_mask(self, view: LossInputs) -> Any:
         a, r, (low, high) = view.advantages, view.ratio, self.bounds
         above = high if self.delta is None else min(self.delta, high)
         outside = ((a > 0) & (r > above)) | ((a < 0) & (r < low))
@@ -263,7 +266,7 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft clip, with slope 1 at r = 1.
 
     Args:
-        tau_pos, tau_neg: tau for A > 0, and for other terms.
+        tau_pos, tau_neg: tau for A > 0, and for other tokens.
         level: the level of r.
 
     Source: SAPO, arXiv 2511.20347, eq. 5.
@@ -318,28 +321,28 @@ class Regression(Surrogate, locality="term", ratio=True):
 
 @dataclass(frozen=True)
 class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
-    """Clip(low, high, dual) times f, held constant: how much likelier the rest of the trace has become, 1 to `most`.
+    """Clip(low, high, dual) times f (detached): how much likelier the rest of the trace has become, 1 to `most`.
 
-    f = clamp(exp(sum over k >= t of 2^(-(k - t) / half_life) l_k), 1, most), over the trace's terms in their order. l
-    is the log-ratio of a term, or 0 if its ratio is above `dual`.
+    f = clamp(exp(sum over k >= t of 2^(-(k - t) / half_life) l_k), 1, most), over the trace's tokens in their order. l
+    is the log-ratio of a token, or 0 if its ratio is above `dual`.
 
     Args:
         low, high, dual: as in `Clip`.
-        half_life: distance in terms at which a later term counts half.
-        most: upper bound of f.
+        half_life: distance in tokens at which a later token counts half.
+        max_factor: upper bound of f.
 
-    Source: FIPO, arXiv 2603.19835 (Future-KL), weights clipped above alone.
+    Source: FIPO, arXiv 2603.19835 (Future-KL), weights clipped only above.
     """
 
     low: float = 0.2
     high: float = 0.28
     dual: float = 10.0
     half_life: float = 32.0
-    most: float = 1.2
+    max_factor: float = 1.2
 
     def __post_init__(self) -> None:
         check_positive("FutureClip.half_life", self.half_life)
-        check_ratio_bounds("FutureClip", 1.0, self.most)
+        check_ratio_bounds("FutureClip", 1.0, self.max_factor)
         Clip(self.low, self.high, self.dual)  # raises for invalid bounds
 
     @property
@@ -356,17 +359,17 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
         return self.clip.loss(view) * self.influence(view)
 
     def influence(self, view: LossInputs) -> Any:
-        """Return f at each term."""
+        """Return f at each token."""
         log_ratio = view.log_ratio.detach()
         inside = log_ratio.where(view.keep & (log_ratio <= math.log(self.dual)), 0)
         future = discounted_sum(inside, view.segments("trace"), view.counted, 2 ** (-1 / self.half_life))
-        return clamp_log_ratio(future).exp().clamp(1, self.most)
+        return clamp_log_ratio(future).exp().clamp(1, self.max_factor)
 
-    def clipped(self, view: LossInputs) -> Any:
-        return self.clip.clipped(view)
+    def clip_mask(self, view: LossInputs) -> Any:
+        return self.clip.clip_mask(view)
 
     def __str__(self) -> str:
-        future = f"clamp(exp(sum of what follows of 2^(-places / {self.half_life:g}) log r), 1, {self.most:g})"
+        future = f"clamp(exp(sum of what follows of 2^(-places / {self.half_life:g}) log r), 1, {self.max_factor:g})"
         return f"f ({self.clip}), f = {future}"
 
 
@@ -376,8 +379,8 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     Args:
         low, high: bounds of the log-ratio, nats, as distances from 0.
-        where: terms over which the mean runs; the denominators remain those of all terms. A trace with none of them has
-            the ratio 1. TRL's top_entropy_quantile with GMPO.
+        where: tokens over which the mean runs; the denominators remain those of all tokens. A trace with none of them
+            has the ratio 1. TRL's top_entropy_quantile with GMPO.
 
     Source: GMPO, arXiv 2507.20673, eq. 4; bounds of 0.4.
     """
@@ -393,29 +396,29 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
         check_positive("GeoClip.high", self.high)
         if self.where is not None:
             check_kind("GeoClip.where", self.where, TopEntropy)
-            object.__setattr__(self, "locality", "batch")  # it reads all terms of a micro-batch
+            object.__setattr__(self, "locality", "batch")  # it reads all tokens of a micro-batch
 
     @property
     def takes_entropy(self) -> bool:  # type: ignore[override]
         return self.where is not None
 
     def log_ratio(self, view: LossInputs) -> Any:
-        a, log_ratio, inside = view.advantages, self._token_log_ratio(view), view.inside(self.level)
+        a, log_ratio, inside = view.advantages, self._token_log_ratio(view), view.level_terms(self.level)
         clipped = log_ratio.clamp(max=self.high).where(a > 0, log_ratio.clamp(min=-self.low)).where(a != 0, 0)
         if self.where is None:
-            return self.level.of(clipped, view, inside)
-        mean = self.level.of(clipped, view, inside & self.where.keeps(view.detached(), view.keep))
+            return self.level.apply(clipped, view, inside)
+        mean = self.level.apply(clipped, view, inside & self.where.keeps(view.detach(), view.keep))
         return mean.where(~mean.isnan(), 0)
 
     def loss(self, view: LossInputs) -> Any:
         return -view.advantages * view.ratio
 
-    def clipped(self, view: LossInputs) -> Any:
+    def clip_mask(self, view: LossInputs) -> Any:
         a, log_ratio = view.advantages, self._token_log_ratio(view)
         return ((a > 0) & (log_ratio > self.high)) | ((a < 0) & (log_ratio < -self.low))
 
     def _token_log_ratio(self, view: LossInputs) -> Any:
-        return view.between(view.pair, view.inside(self.level))
+        return view.log_difference(view.pair, view.level_terms(self.level))
 
     def __str__(self) -> str:
         held = f"held above -{self.low:g} where A < 0 and below {self.high:g} where A > 0"

@@ -32,8 +32,8 @@ class Terms:
         scale: float, 1 over the reduction's denominators (`Correction.scale`); 0 marks padding.
         weight: float, detached factor. None means 1, and is refused if the objective has weights that `correct`
             evaluates.
-        keep: bool. None keeps all, and is refused if the objective has gates that `correct` evaluates. Terms with False
-            are not read, so they may be NaN.
+        keep: bool. None keeps all, and is refused if the objective has rejections that `correct` evaluates. Tokens with
+            False are not read, so they may be NaN.
         trace, turn, group: integer ids, needed for levels above the token.
         alpha: float in [0, 1], the position of the proximal policy between rollout (0) and theta (1):
             `correction.proximal_alpha`.
@@ -43,7 +43,7 @@ class Terms:
     >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     >>> terms = Terms(old=logprobs.detach(), advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
     >>> presets.VERL_DEFAULT(logprobs, None, terms).loss.backward()
-    >>> logprobs.grad.tolist()  # the gradient of -A * ratio, over two terms
+    >>> logprobs.grad.tolist()  # the gradient of -A * ratio, over two tokens
     [-0.5, 0.5]
     """
 
@@ -71,25 +71,25 @@ class Terms:
             object.__setattr__(self, name, value)
 
     def select(self, where: Any) -> "Terms":
-        """Return the terms at `where`, a slice or an index, to evaluate a loss that reads no other terms."""
+        """Return the tokens at `where`, a slice or an index, to evaluate a loss that reads no other tokens."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scales"}
         selected = {name: None if value is None else value[where] for name, value in values.items()}
         return Terms(**selected, scales={key: value[where] for key, value in (self.scales or {}).items()})
 
     def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> "Loss":
-        """Return the loss of `objective` on these terms; `objective(logprobs, entropy, terms)` calls it."""
+        """Return the loss of `objective` on these tokens; `objective(logprobs, entropy, terms)` calls it."""
         return evaluate(objective, logprobs, entropy, self)
 
     def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
         """Return c with d loss / d logprob = -c, by autograd; `objective.coefficients(logprobs, terms)` calls it.
 
         Raises:
-            ArgumentError: if the objective reads the entropy, whose gradient needs the whole distribution.
+            ArgumentError: if the objective reads the entropy, whose gradient needs the full distribution.
         """
-        if objective.needs.entropy:
+        if objective.requirements.entropy:
             raise ArgumentError(
-                "TG-OBJ-043: the objective takes the entropy of the next-token distribution, whose gradient does not "
-                "go through the sampled token's logprob. Take the bonus or gate out, or train through objective(...)."
+                "TG-OBJ-043: the objective uses the entropy of the next-token distribution, whose gradient does not "
+                "depend on the sampled token's logprob only. Remove the bonus or rejection, or call objective(...)."
             )
         value = torch.as_tensor(logprobs).detach()
         leaf = value.to(torch.promote_types(value.dtype, torch.float32)).clone().requires_grad_()
@@ -99,10 +99,10 @@ class Terms:
 
 @dataclass(frozen=True)
 class PerTerm:
-    """Detached values of each term, for metrics and the report.
+    """Detached values of each token, for metrics and the report.
 
-    Surrogate and penalty are 0 and the weight is 1 at terms with keep False. Ratio and clipped cover all terms that
-    `Terms.keep` kept, whatever the gates on the trained policy drop; elsewhere they are 1 and False.
+    Surrogate and penalty are 0 and the weight is 1 at tokens with keep False. Ratio and clipped cover all tokens that
+    `Terms.keep` kept, whatever the rejections on the trained policy drop; elsewhere they are 1 and False.
 
     Args:
         surrogate: before weight and scale.
@@ -111,7 +111,7 @@ class PerTerm:
             or above `dual` or above both `delta` and the bounds.
         penalty: sum of coef * penalty, before scale.
         weight: the product of all weights.
-        keep: bool, the terms that all gates kept.
+        keep: bool, the tokens that all rejections kept.
     """
 
     surrogate: Tensor
@@ -131,17 +131,17 @@ class Loss:
 
 
 def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> Loss:
-    """Return sum of scale * weight * surrogate over kept terms, plus the penalties, minus the entropy bonus.
+    """Return sum of scale * weight * surrogate over kept tokens, plus the penalties, minus the entropy bonus.
 
     The sum over the batches of a step is the loss of the step, however the step was split.
 
     Args:
         logprobs: [m] float32 or float64 of the policy being trained, nats, with gradient.
-        entropy: [m], read only by objectives with an entropy bonus or gate; otherwise it may be None.
+        entropy: [m], read only by objectives with an entropy bonus or rejection; otherwise it may be None.
         terms: the other arrays.
 
     Raises:
-        ArgumentError: if the terms lack what the objective needs, or shapes differ.
+        ArgumentError: if the tokens lack what the objective needs, or shapes differ.
     """
     view = _view(objective, logprobs, entropy, terms)
     for shift in objective.shifts:
@@ -150,23 +150,23 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
     if getattr(value, "shape", None) != view.keep.shape:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ArgumentError(
-            f"TG-OBJ-044: the loss of {objective.surrogate} is {shape} and the terms are "
+            f"TG-OBJ-044: the loss of {objective.surrogate} is {shape} and the tokens are "
             f"{tuple(view.keep.shape)}. It would count "
-            "for other terms than its own. Return one value for each term."
+            "for other tokens than its own. Return one value for each token."
         )
-    keep, detached = view.keep, view.detached()
-    for gate in objective.gates:
-        keep = keep if gate.detached else gate.keeps(detached, keep)
+    keep, detached = view.keep, view.detach()
+    for rejection in objective.rejections:
+        keep = keep if rejection.detached else rejection.keeps(detached, keep)
     given_weight = torch.ones_like(view.advantages) if terms.weight is None else terms.weight.to(view.advantages.dtype)
     weight = total_weight(objective.weights, detached, given_weight, keep)
     loss = (view.scale(None) * (weight * value).where(keep, 0)).sum()
     penalty = torch.zeros_like(weight)
     for part in objective.penalties:
-        amount = part.coef * part.at(view, view.left(part.gated, keep))
+        amount = part.coef * part.at(view, view.terms_for(part.masked, keep))
         amount = weight * amount if part.weighted else amount
         loss, penalty = loss + (view.scale(part.reduce) * amount).sum(), penalty + amount
     if objective.entropy is not None:
-        bonus = view.entropy.where(view.left(objective.entropy.gated, keep), 0)
+        bonus = view.entropy.where(view.terms_for(objective.entropy.masked, keep), 0)
         loss = loss - objective.entropy.coef * (view.scale(objective.entropy.reduce) * bonus).sum()
     ratio = torch.ones_like(weight) if objective.ratio is None else view.ratio.detach()
     per_term = (value.detach().where(keep, 0), ratio, view.clipped & view.keep, penalty.detach(), weight.where(keep, 1))
@@ -185,41 +185,49 @@ def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms:
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
     counted = terms.scale != 0
     keep = counted if terms.keep is None else terms.keep.bool()
-    extra = {"counted": counted, "keep": keep, "scales": {**(terms.scales or {}), objective.reduce: terms.scale}}
-    return LossInputs(objective, arrays, logprobs, entropy, **extra, permutation=torch.randperm)
+    return LossInputs(
+        objective,
+        arrays,
+        logprobs,
+        entropy,
+        counted=counted,
+        keep=keep,
+        scales={**(terms.scales or {}), objective.reduce: terms.scale},
+        permutation=torch.randperm,
+    )
 
 
 def _check_detached(objective: Objective, arrays: Mapping[str, Any]) -> None:
-    """Refuse terms that lack the weight or keep of components that `correct` evaluates."""
-    for name, parts in (("weight", objective.weights), ("keep", objective.gates)):
+    """Refuse tokens that lack the weight or keep of components that `correct` evaluates."""
+    for name, parts in (("weight", objective.weights), ("keep", objective.rejections)):
         detached = [part for part in parts if part.detached]
         if detached and arrays[name] is None:
-            does = "weighs its terms by" if name == "weight" else "has the gate"
+            does = "weighs its tokens by" if name == "weight" else "has the rejection"
             raise ArgumentError(
-                f"TG-OBJ-045: the objective {does} '{detached[0]}', which is known before the step, and the terms have "
-                f"no {name}. It would be passed over without a word. Pass Terms({name}=corrected.{name}) of "
+                f"TG-OBJ-045: the objective {does} '{detached[0]}', which `correct` evaluates before the step, "
+                f"but the tokens have no {name}. It would be ignored silently. Pass Terms({name}=corrected.{name}) of "
                 "correct(...), or an objective without it: replace(objective, "
-                f"{'weights' if name == 'weight' else 'gates'}=())."
+                f"{'weights' if name == 'weight' else 'rejections'}=())."
             )
 
 
 def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays that do not have one entry per term, and a missing entropy that is needed."""
+    """Refuse arrays that do not have one entry per token, and a missing entropy that is needed."""
     for name, value in arrays.items():
         if value is not None and value.shape != logprobs.shape:
             raise ArgumentError(
                 f"TG-OBJ-046: terms.{name} is {tuple(value.shape)} but logprobs are {tuple(logprobs.shape)}. "
-                "Pass one entry per term in every tensor."
+                "Pass one entry per token in every tensor."
             )
-    if objective.needs.entropy and entropy is None:
+    if objective.requirements.entropy and entropy is None:
         raise ArgumentError(
-            "TG-OBJ-047: the objective takes the entropy of the next-token distribution, and entropy is None. "
+            "TG-OBJ-047: the objective uses the entropy of the next-token distribution, but entropy is None. "
             "Pass it, as policy.logprobs_and_entropy returns it."
         )
     if entropy is not None and entropy.shape != logprobs.shape:
         raise ArgumentError(
             f"TG-OBJ-048: entropy is {tuple(entropy.shape)} but logprobs are {tuple(logprobs.shape)}. Pass one "
-            f"entry per term."
+            f"entry per token."
         )
 
 
@@ -237,7 +245,7 @@ def build_terms(
     group: Any = None,
     alpha: Any = None,
     totals: Totals | None = None,
-    missing: MissingLogprobs = "mask",
+    missing_logprobs: MissingLogprobs = "mask",
     all_reduce: AllReduce | None = None,
 ) -> tuple[Terms, Correction]:
     """Return the `Terms` of one step for an objective, and the `Correction` that they contain.
@@ -245,26 +253,37 @@ def build_terms(
     Args:
         logprobs: [B, S] with `mask`, or flat [M] with `trace`, of the policy being trained, nats; a tensor or numpy.
         advantages: [B], [B, S] or [M].
-        mask: bool, True at the terms.
+        mask: bool, True at the tokens.
         old: logprobs before the step; None means the current policy, whose ratio to itself is 1.
         rollout, ref: read if the objective needs them; `rollout` is NaN if unknown.
-        trace, turn, group, totals, missing, all_reduce: as in `correct`.
+        trace, turn, group, totals, missing_logprobs, all_reduce: as in `correct`.
         alpha: as in `Terms`.
     """
-    needs, theta = objective.needs, torch.as_tensor(logprobs).detach()
+    needs, theta = objective.requirements, torch.as_tensor(logprobs).detach()
     if old is None or not needs.old:
         old = theta if needs.old else None if needs.rollout else theta.new_zeros(theta.shape)
     logprob_arrays = {"rollout": rollout if needs.rollout else None, "ref": ref if needs.ref else None}
     ids = {"advantages": advantages, "trace": trace, "turn": turn, "group": group}
-    options: Any = {"mask": mask, "totals": totals, "missing": missing, "all_reduce": all_reduce}
-    corrected = correct(old, **logprob_arrays, **ids, **objective.plan, **options)
-    corrections: Any = {
-        "weight": corrected.weight,
-        "keep": corrected.keep,
-        "scale": corrected.scale,
-        "scales": corrected.scales,
-    }
-    return Terms(old=old if needs.old else None, alpha=alpha, **logprob_arrays, **ids, **corrections), corrected
+    corrected = correct(
+        old,
+        **logprob_arrays,
+        **ids,
+        **objective.plan,
+        mask=mask,
+        totals=totals,
+        missing_logprobs=missing_logprobs,
+        all_reduce=all_reduce,
+    )
+    return Terms(
+        old=old if needs.old else None,
+        alpha=alpha,
+        **logprob_arrays,
+        **ids,
+        weight=corrected.weight,
+        keep=corrected.keep,
+        scale=corrected.scale,
+        scales=corrected.scales,
+    ), corrected
 
 
 def padded_loss(
@@ -274,7 +293,7 @@ def padded_loss(
 
     Args:
         logprobs: [B, S] of the policy being trained, nats, with gradient.
-        mask: [B, S] bool, True at the terms; a row is a trace.
+        mask: [B, S] bool, True at the tokens; a row is a trace.
         advantages: [B] or [B, S].
         entropy: [B, S], for objectives that read it.
         arrays: old, rollout, ref and other arguments of `build_terms`.
@@ -285,7 +304,7 @@ def padded_loss(
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> given = {"mask": mask, "advantages": torch.tensor([1.0, -1.0]), "rollout": logprobs.detach()}
     >>> padded_loss(presets.GRPO, logprobs, **given).loss.backward()
-    >>> logprobs.grad.tolist()  # -A / (2 traces * terms of the trace)
+    >>> logprobs.grad.tolist()  # -A / (2 traces * tokens of the trace)
     [[-0.25, -0.25], [0.5, 0.0]]
     """
     terms, _ = build_terms(objective, logprobs, mask=mask, advantages=advantages, **arrays)

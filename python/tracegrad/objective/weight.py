@@ -27,14 +27,14 @@ class Shape:
     For your own, write a frozen subclass with `of`; its weight needs a ratio with theta.
     """
 
-    absorbing = False
+    can_absorb = False
     """Whether it can be used with `Weight.absorbs`."""
 
-    def of(self, log_ratio: Any) -> Any:
-        """Return the weight of each term, given its log w, which is finite and clamped."""
+    def apply(self, log_ratio: Any) -> Any:
+        """Return the weight of each token, given its log w, which is finite and clamped."""
         raise NotImplementedError(f"{type(self).__name__} has no of(log_ratio)")
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         """Return (name, first, second) for the Rust core."""
         raise NotImplementedError
 
@@ -43,10 +43,10 @@ class Shape:
 class Identity(Shape):
     """The weight is the ratio itself."""
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         return log_ratio.exp()
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         return ("identity", 0.0, 0.0)
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class Truncate(Shape):
                     f"TG-OBJ-049: Truncate.below_one has no effect: high is {self.high:g}. Leave it out."
                 )
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         return log_ratio.exp().clamp(self.low, self.high)
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         return ("clamp", self.low, self.high)
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ class MaskOutside(Shape):
     def __post_init__(self) -> None:
         check_ratio_bounds("Window", self.low, self.high)
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         w = log_ratio.exp()
         if self.strict:
             return w.where((w > self.low) & (w < self.high), 0)
         return w.where((w >= self.low) & (w <= self.high), 0)
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         return ("strict_window" if self.strict else "window", self.low, self.high)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Inverse(Shape):
     def __post_init__(self) -> None:
         check_ratio_bounds("Inverse", 0.0, self.high)
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         return (-log_ratio).exp().clamp(max=self.high)
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class Gamma(Shape):
     power: float
     rate: float
 
-    absorbing = True
+    can_absorb = True
 
     def __post_init__(self) -> None:
         for name, value in (("power", self.power), ("rate", self.rate)):
@@ -159,10 +159,10 @@ class Gamma(Shape):
                     f"TG-OBJ-050: Gamma.{name} is {value}. The weight would not be bounded. It must be positive."
                 )
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         return (self.rate + self.power * log_ratio - self.rate * log_ratio.exp()).exp()
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         return ("gamma", self.power, self.rate)
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class Gamma(Shape):
 
 @dataclass(frozen=True)
 class Gaussian(Shape):
-    """exp(-(log w)^2 / (2 sigma^2)): a term counts less the further w is from 1, in either direction; at most 1.
+    """exp(-(log w)^2 / (2 sigma^2)): a token counts less the further w is from 1, in either direction; at most 1.
 
     Args:
         sigma: nats.
@@ -187,10 +187,10 @@ class Gaussian(Shape):
                 f"TG-OBJ-051: Gaussian.sigma is {self.sigma} nats. No weight has it. It must be positive."
             )
 
-    def of(self, log_ratio: Any) -> Any:
+    def apply(self, log_ratio: Any) -> Any:
         return (-log_ratio.square() / (2 * self.sigma**2)).exp()
 
-    def core(self) -> tuple[str, float, float]:
+    def to_core(self) -> tuple[str, float, float]:
         return ("gaussian", self.sigma, 0.0)
 
     def __str__(self) -> str:
@@ -207,8 +207,8 @@ class Weight(Component):
 
     Args:
         ratio: any two policies.
-        level: terms over which the log-ratio is aggregated.
-        shape: Clamp, Window, Gamma, Gaussian or Identity; with theta in the ratio also a `Shape` of your own.
+        level: tokens over which the log-ratio is aggregated.
+        transform: Clamp, Window, Gamma, Gaussian or Identity; with theta in the ratio also a `Shape` of your own.
         when: sign of the advantage for which it applies; otherwise the factor is 1.
         normalize: divide by the mean over the step, counted once for each token, turn or trace of `level`.
         absorbs: the detached weights are part of its level, token by token, and do not multiply the loss themselves:
@@ -220,18 +220,18 @@ class Weight(Component):
 
     ratio: Ratio
     level: Aggregation = TOKEN
-    shape: Shape = _IDENTITY
+    transform: Shape = _IDENTITY
     when: When = "always"
     normalize: bool = False
     absorbs: bool = False
 
     def __post_init__(self) -> None:
-        check_kind("Weight.shape", self.shape, Shape)
+        check_kind("Weight.transform", self.transform, Shape)
         check_choice("Weight.when", self.when, tuple(CONDITION_SIGNS))
         refuse_without_effect(self.level.grad != "through", "Weight.level.grad", "a weight is detached")
         check_scope("Weight", self.ratio, self.level)
         if self.detached:
-            core_of("Weight.shape", self.shape)
+            core_of("Weight.transform", self.transform)
         if self.normalize and self.when != "always":
             raise ArgumentError(
                 "TG-OBJ-052: Weight.normalize with when != 'always' has no defined mean. Use one of the two."
@@ -239,49 +239,49 @@ class Weight(Component):
         if self.normalize and not self.detached:
             raise ArgumentError(
                 f"TG-OBJ-053: Weight.normalize on {self.ratio} needs a mean over the step, and the policy being "
-                "trained sees one micro-batch at a time. The gradient would depend on how the step was cut. Take old "
-                "in place of theta."
+                "trained is evaluated one micro-batch at a time. The gradient would depend on how the step is split. "
+                "Use old instead of theta."
             )
         refuse_without_effect(
             self.absorbs and self.detached, "Weight.absorbs", "detached weights are one product already"
         )
-        if self.absorbs and not self.shape.absorbing:
+        if self.absorbs and not self.transform.can_absorb:
             raise ArgumentError(
                 "TG-OBJ-054: Weight.absorbs belongs to a Gamma shape. Use weights that multiply for the others."
             )
 
     @property
-    def reach(self) -> str:
+    def cross_trace_reason(self) -> str:
         if self.normalize:
             return f"the weight '{self}' is divided by its mean over the step"
-        return f"the weight '{self}' reaches over a {self.level.over}" if self.level.wide else ""
+        return f"the weight '{self}' reaches over a {self.level.over}" if self.level.spans_traces else ""
 
     def check(self, objective: "Objective") -> None:
         absorbs_nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
         refuse_without_effect(absorbs_nothing, "Weight.absorbs", "no weight is detached")
 
-    def core(self) -> tuple[Any, ...]:
+    def to_core(self) -> tuple[Any, ...]:
         """Return (ratio, level, (shape, first, second), when, normalize)."""
         level = self.level.core(self.level.terms == "kept")
-        return (self.ratio.core(), level, core_of("Weight.shape", self.shape), self.when, self.normalize)
+        return (self.ratio.to_core(), level, core_of("Weight.transform", self.transform), self.when, self.normalize)
 
     def factor(self, view: LossInputs, keep: Any, absorbed: Any) -> Any:
-        """Return shape(w) at each term; 1 if the ratio has no value or the condition is not met."""
-        level, applies = view.at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
+        """Return shape(w) at each token; 1 if the ratio has no value or the condition is not met."""
+        level, applies = view.log_ratio_at(self.ratio, self.level, absorbed if self.absorbs else None, keep)
         if self.when != "always":
-            applies = applies & condition_mask(self.when, view.given("advantages", view.counted))
-        return self.shape.of(level.where(applies, 0)).where(applies, 1)
+            applies = applies & condition_mask(self.when, view.masked_array("advantages", view.counted))
+        return self.transform.apply(level.where(applies, 0)).where(applies, 1)
 
     def __str__(self) -> str:
         log = f"log {self.ratio}{' * the weights above' if self.absorbs else ''}"
         inner = str(self.ratio) if self.level.over == "token" else f"exp({self.level} of {log})"
         normal = ", divided by its mean" if self.normalize else ""
         when = "" if self.when == "always" else f"; where {self.when}, else 1"
-        return f"{self.shape}, w = {inner}{normal}{when}"
+        return f"{self.transform}, w = {inner}{normal}{when}"
 
 
 def total_weight(weights: tuple[Weight, ...], view: LossInputs, detached: Any, keep: Any) -> Any:
-    """Return the product of the detached weights and those on the policy being trained, at each term."""
+    """Return the product of the detached weights and those on the policy being trained, at each token."""
     absorbed = None
     if any(weight.absorbs for weight in weights):
         detached, absorbed = detached.new_ones(detached.shape), detached.clamp(min=_SMALLEST)

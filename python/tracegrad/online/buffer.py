@@ -118,7 +118,7 @@ class UnscoredGroups:
         names = (path.name.removesuffix(ENDING) for path in self.folder.glob(f"*{ENDING}"))
         return {int(name) for name in names if name.isascii() and name.isdecimal()}
 
-    def keep(self, number: int, records: Sequence[dict[str, Any]]) -> None:
+    def write(self, number: int, records: Sequence[dict[str, Any]]) -> None:
         """Write a group; it is on disk when this returns.
 
         Raises:
@@ -136,7 +136,7 @@ class UnscoredGroups:
         """Return the records of a group; None if it is not stored.
 
         Raises:
-            ReadError: if the file is not one that `keep` wrote.
+            ReadError: if the file is not one that `write` wrote.
         """
         path = self.path(number)
         if not path.exists():
@@ -148,12 +148,12 @@ class UnscoredGroups:
                 raise ValueError(f"it claims more than {MOST_BYTES:,} bytes")
             records = [loads(line) for line in zstandard.ZstdDecompressor().decompress(data).splitlines()]
             if not records or not all(isinstance(record, dict) for record in records):
-                raise ValueError("it holds no records")
+                raise ValueError("it contains no records")
         except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
             raise unscorable_error(path, error) from error
         return records
 
-    def drop(self, numbers: Iterable[int]) -> None:
+    def delete(self, numbers: Iterable[int]) -> None:
         """Delete groups that are now written with their rewards."""
         for number in numbers:
             self.path(number).unlink(missing_ok=True)
@@ -166,9 +166,8 @@ class UnscoredGroups:
 def unscorable_error(path: Path, error: Exception) -> ReadError:
     """Build the error for a stored group that cannot be scored."""
     return ReadError(
-        f"TG-ONLINE-001: {path}: the group that was played before cannot be scored ({str(error)[:200]}). Its number "
-        "would be played again and this file be replaced. Copy the file again, or move it out of the folder to have "
-        "the task played."
+        f"TG-ONLINE-001: {path}: this stored group cannot be scored ({str(error)[:200]}). A new rollout of its task "
+        "would replace the file. Copy the file again, or move it out of the folder to roll out the task again."
     )
 
 
@@ -177,22 +176,22 @@ class GroupReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.without = ""
+        self.skipped_file = ""
         """File name to skip: the file of a writer that tracks its own groups."""
         self._ends: dict[str, int] = {}
 
-    def look(self) -> list[tuple[GroupLocation, Traces]]:
-        """Return the complete groups that were not there at the last call.
+    def read_new(self) -> list[tuple[GroupLocation, Traces]]:
+        """Return the groups that were completed since the last call.
 
         Raises:
             ReadError: for a damaged frame.
         """
-        return list(self.each())
+        return list(self.iter_new())
 
-    def each(self) -> Iterator[tuple[GroupLocation, Traces]]:
-        """Yield the groups of `look` one at a time."""
+    def iter_new(self) -> Iterator[tuple[GroupLocation, Traces]]:
+        """Yield the groups of `read_new` one at a time."""
         for path in sorted(self.folder.glob(f"*{ENDING}")):
-            if path.name == self.without:
+            if path.name == self.skipped_file:
                 continue
             start = self._ends.get(path.name, 0)
             frames = _core.Frames(os.fspath(path), start, MOST_BYTES)
@@ -211,14 +210,14 @@ def read(folder: Path, place: GroupLocation) -> Traces:
     """Read one group.
 
     Raises:
-        ReadError: if it is no longer there.
+        ReadError: if the file no longer contains it.
     """
     path = folder / place.file
     frame = _core.Frames(os.fspath(path), place.offset, MOST_BYTES).next()
     if frame is None or frame[1] != place.length:
         raise ReadError(
-            f"TG-ONLINE-002: {path}: the group at byte {place.offset} is not whole. The step that took it cannot be "
-            "made again. Copy the file again."
+            f"TG-ONLINE-002: {path}: the group at byte {place.offset} is incomplete, so the step that consumed it "
+            "cannot be repeated. Copy the file again."
         )
     return Traces(frame[0])
 
@@ -229,13 +228,13 @@ def _lines(records: Sequence[dict[str, Any]]) -> bytes:
         text = b"".join(dumps(record) + b"\n" for record in records)
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"TG-ONLINE-003: a record of group {records[0].get('group')!r} is no JSON: {error}. It could not be read "
-            "again. Keep numbers, strings, lists and dicts in metadata and rewards."
+            f"TG-ONLINE-003: a record of group {records[0].get('group')!r} cannot be written as JSON: {error}. Use "
+            "only numbers, strings, lists and dicts in metadata and rewards."
         ) from error
     if len(text) > MOST_BYTES:
         raise ArgumentError(
-            f"TG-ONLINE-004: group {records[0].get('group')!r} has {len(text):,} bytes of records. A group is read at "
-            f"once. Limit its turns or tokens: at most {MOST_BYTES:,}."
+            f"TG-ONLINE-004: group {records[0].get('group')!r} has {len(text):,} bytes of records; the maximum is "
+            f"{MOST_BYTES:,}, since a group is read into memory. Limit its turns or tokens."
         )
     return text
 
@@ -261,8 +260,8 @@ def _create_file(folder: Path) -> tuple[str, int]:
 
 def _write_error(path: Path, error: OSError) -> TracegradError:
     return TracegradError(
-        f"TG-ONLINE-005: {path}: {error.strerror}. The group that was played is not kept. Make room and start "
-        f"the run again."
+        f"TG-ONLINE-005: {path}: {error.strerror}. The finished group was not written. Free disk space and resume "
+        f"the run."
     )
 
 
@@ -271,7 +270,7 @@ def _zstandard() -> Any:
         import zstandard
     except ImportError as error:
         raise ArgumentError(
-            "TG-ONLINE-006: the package zstandard is not installed. What is played could not be written. "
+            "TG-ONLINE-006: the package zstandard is not installed, so rollouts cannot be written. Run "
             "pip install 'tracegrad[online]'."
         ) from error
     return zstandard
@@ -288,18 +287,18 @@ class StepGroups:
         step: number of the step, from 0.
         version: policy version before the step.
         groups: positions of the groups.
-        dull: indices into `groups` of those not trained on because their rewards are equal or unknown.
+        zero_std: indices into `groups` of those not trained on because their rewards are equal or unknown.
     """
 
     step: int
     version: int
     groups: tuple[GroupLocation, ...]
-    dull: tuple[int, ...] = ()
+    zero_std: tuple[int, ...] = ()
 
     @property
     def trained(self) -> tuple[GroupLocation, ...]:
         """The groups that the step trains on."""
-        left_out = set(self.dull)
+        left_out = set(self.zero_std)
         return tuple(place for index, place in enumerate(self.groups) if index not in left_out)
 
 
@@ -328,9 +327,9 @@ class ConsumedGroups:
             self.steps.append(_parse_line(line, self.path, len(self.steps)))
         self._read += len(complete)
 
-    def add(self, version: int, groups: Sequence[GroupLocation], dull: Sequence[int] = ()) -> StepGroups:
+    def add(self, version: int, groups: Sequence[GroupLocation], zero_std: Sequence[int] = ()) -> StepGroups:
         """Write the line of the next step; it is on disk when this returns."""
-        entry = StepGroups(len(self.steps), version, tuple(groups), tuple(dull))
+        entry = StepGroups(len(self.steps), version, tuple(groups), tuple(zero_std))
         line = json.dumps(_to_json(entry), separators=(",", ":")) + "\n"
         try:
             file = files.open_descriptor(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -342,8 +341,8 @@ class ConsumedGroups:
                 os.close(file)
         except OSError as error:
             raise TracegradError(
-                f"TG-ONLINE-007: {self.path}: {error.strerror}. The step could not be made again. Make room and "
-                f"go on from here."
+                f"TG-ONLINE-007: {self.path}: {error.strerror}. Without this line the step cannot be repeated. Free "
+                f"disk space and resume the run."
             ) from error
         self.steps.append(entry)
         self._read += len(line)
@@ -362,7 +361,7 @@ class ConsumedGroups:
 
 def _to_json(entry: StepGroups) -> dict[str, Any]:
     groups = [[place.file, place.offset, place.length] for place in entry.groups]
-    return {"step": entry.step, "version": entry.version, "groups": groups, "dull": list(entry.dull)}
+    return {"step": entry.step, "version": entry.version, "groups": groups, "dull": list(entry.zero_std)}
 
 
 def _parse_line(line: bytes, path: Path, number: int) -> StepGroups:
@@ -370,17 +369,17 @@ def _parse_line(line: bytes, path: Path, number: int) -> StepGroups:
         record = json.loads(line)
         groups = tuple(_parse_place(*group) for group in record["groups"])
         entry = StepGroups(count(record["step"]), count(record["version"]), groups, tuple(map(count, record["dull"])))
-        if entry.step != number or any(index >= len(groups) for index in entry.dull):
-            raise ValueError("it is not the line that stands here")
+        if entry.step != number or any(index >= len(groups) for index in entry.zero_std):
+            raise ValueError(f"it is not the line of step {number}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(
-            f"TG-ONLINE-008: {path}:{number + 1}: not the line of a step ({str(error)[:80]!r}). Which groups it took "
-            "is not known. Copy the run again."
+            f"TG-ONLINE-008: {path}:{number + 1}: not the line of a step ({str(error)[:80]!r}), so the groups of this "
+            "step are unknown. Copy the run again."
         ) from error
     return entry
 
 
 def _parse_place(file: Any, offset: Any, length: Any) -> GroupLocation:
     if not isinstance(file, str) or not file.endswith(".jsonl.zst") or "/" in file:
-        raise ValueError("a file leads out of the folder")
+        raise ValueError("a file is outside of the folder")
     return GroupLocation(file, count(offset), count(length))

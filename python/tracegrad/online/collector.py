@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Config, split_names
+from tracegrad.config import Config, join_list
 from tracegrad.data.sampling import NEUTRAL, refusal_reason
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
@@ -53,10 +53,10 @@ class Tasks:
     def __init__(self, source: Iterable[Any], seed: int = 0) -> None:
         if isinstance(source, (str, bytes)) or not isinstance(source, Iterable):
             raise ArgumentError(
-                f"TG-ONLINE-009: tasks is a {type(source).__name__}. Each of its entries is played. Pass a list."
+                f"TG-ONLINE-009: tasks is a {type(source).__name__}. Pass a list with one entry per task."
             )
         if isinstance(source, Sequence) and not len(source):
-            raise ArgumentError("TG-ONLINE-010: tasks is empty. There is nothing to play. Pass at least one.")
+            raise ArgumentError("TG-ONLINE-010: tasks is empty. Pass at least one task.")
         self.source, self.seed = source, seed
 
     def after(self, done: set[int]) -> Iterator[tuple[int, Any]]:
@@ -85,12 +85,17 @@ class GroupLimit(Protocol):
         ...
 
     @property
-    def most(self) -> int:
+    def max_groups_per_step(self) -> int:
         """Maximum number of groups consumed at once."""
         ...
 
-    def allowed(self, taken: int, dull: int) -> int:
-        """Return how many groups may have started after `taken` steps and `dull` groups without a training signal."""
+    def max_started(self, steps_done: int, zero_std_groups: int) -> int:
+        """Return how many groups may have started.
+
+        Args:
+            steps_done: completed steps.
+            zero_std_groups: finished groups without a training signal.
+        """
         ...
 
 
@@ -98,44 +103,45 @@ class GroupLimit(Protocol):
 class StalenessLimit:
     """Staleness limit of a run: how many groups may be started ahead of the trainer.
 
-    >>> pace = StalenessLimit(groups=16, steps_ahead=1, refill=3)
-    >>> pace.allowed(taken=0, dull=0), pace.allowed(taken=2, dull=0), pace.allowed(taken=0, dull=5)
-    (32, 64, 37)
+    >>> limit = StalenessLimit(groups=16, steps_ahead=1, max_resample_factor=3)
+    >>> [limit.max_started(steps_done, zero_std) for steps_done, zero_std in ((0, 0), (2, 0), (0, 5))]
+    [32, 64, 37]
 
     Args:
         groups: groups with differing rewards in one optimizer step.
         steps_ahead: steps whose groups may be started before the trainer needs them; 0 alternates rollout and training.
-        refill: a step consumes at most `refill` times `groups` groups, if the rewards of some are equal.
+        max_resample_factor: a step consumes at most this many times `groups` groups. More than `groups` are consumed
+            only if some have equal rewards.
         steps: steps of the run; no group is rolled out for a later step.
     """
 
     groups: int
     steps_ahead: int = 1
-    refill: int = 3
+    max_resample_factor: int = 3
     steps: int = 1 << 31
 
     def __post_init__(self) -> None:
-        for name, least in (("groups", 1), ("steps_ahead", 0), ("refill", 1)):
+        for name, least in (("groups", 1), ("steps_ahead", 0), ("max_resample_factor", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(
-                    f"TG-ONLINE-011: online.{name} is {getattr(self, name)}. Nothing could be played. It must "
-                    f"be at least {least}."
+                    f"TG-ONLINE-011: online.{name} is {getattr(self, name)}, and no group could start. It must be at "
+                    f"least {least}."
                 )
 
     @property
-    def most(self) -> int:
+    def max_groups_per_step(self) -> int:
         """Maximum number of groups that one step consumes, including those with equal rewards."""
-        return self.groups * self.refill
+        return self.groups * self.max_resample_factor
 
-    def allowed(self, taken: int, dull: int) -> int:
+    def max_started(self, steps_done: int, zero_std_groups: int) -> int:
         """Return how many groups may have been started since the start of the run.
 
         Args:
-            taken: completed steps whose weights have been pushed.
-            dull: finished groups whose rewards are equal or unknown.
+            steps_done: completed steps whose weights have been pushed.
+            zero_std_groups: finished groups whose rewards are equal or unknown.
         """
-        steps = min(self.steps_ahead + taken + 1, self.steps)
-        return steps * self.groups + min(dull, steps * (self.most - self.groups))
+        steps = min(self.steps_ahead + steps_done + 1, self.steps)
+        return steps * self.groups + min(zero_std_groups, steps * (self.max_groups_per_step - self.groups))
 
 
 Floats = NDArray[np.float32]
@@ -147,16 +153,16 @@ class GroupFilter:
     """Reward that is trained on, and the filter of groups without a training signal.
 
     Args:
-        name: name of the reward; "" is the scalar reward, as for `train`.
-        compared: whether rewards are compared within their group, so that equal rewards have no gradient.
-        free: whether any reward names are accepted, since nothing is trained yet.
+        reward_names: names of the reward, as in `data.reward`; without a name, the scalar reward.
+        is_group_relative: whether rewards are compared within their group, so that equal rewards have no gradient.
+        any_reward_name: whether any reward names are accepted, since nothing is trained yet.
         tolerance: rewards that differ by at most this count as equal.
         zero_truncated: whether a trajectory that was truncated, or has no finish reason, gets reward 0.
     """
 
-    name: str = ""
-    compared: bool = True
-    free: bool = False
+    reward_names: tuple[str, ...] = ()
+    is_group_relative: bool = True
+    any_reward_name: bool = False
     tolerance: float = 0.0
     zero_truncated: bool = False
 
@@ -164,17 +170,19 @@ class GroupFilter:
     def of(cls, config: Config) -> GroupFilter:
         """Create the filter from a training config; zero-std groups that will be masked are kept."""
         options = config.filter
-        compared = config.advantage.baseline != "none" and not options.mask_even
-        return cls(config.data.reward, compared, tolerance=options.tolerance, zero_truncated=options.zero_truncated)
+        compared = config.advantage.baseline != "none" and not options.mask_zero_std_groups
+        return cls(
+            config.data.reward, compared, tolerance=options.zero_std_tolerance, zero_truncated=options.zero_truncated
+        )
 
-    def of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
+    def rewards_of_records(self, records: Sequence[Mapping[str, Any]]) -> Floats:
         """Return the reward of each record: [n] float32, NaN if unknown.
 
-        >>> GroupFilter().of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
+        >>> GroupFilter().rewards_of_records([{"reward": 1}, {"reward": None}, {"rewards": {"a": 2}}]).tolist()
         [1.0, nan, nan]
         """
         if self.zero_truncated:
-            return self.of_traces(Traces.from_records(records))
+            return self.rewards_of_traces(Traces.from_records(records))
         mappings = [{**(record.get("rewards") or {}), "reward": record.get("reward")} for record in records]
         values = [self._trained_reward(mapping) for mapping in mappings]
         return np.array([np.nan if value is None else value for value in values], np.float32)
@@ -186,13 +194,13 @@ class GroupFilter:
         )
 
     @property
-    def _names(self) -> list[str]:
-        return [self.name, *split_names(self.name)] if self.name else ["reward"]
+    def _names(self) -> tuple[str, ...]:
+        return self.reward_names or ("reward",)
 
-    def of_traces(self, traces: Traces) -> Floats:
+    def rewards_of_traces(self, traces: Traces) -> Floats:
         """Return the reward of each trace: [n] float32, NaN if unknown."""
         rewards = traces.reward
-        if self.name:
+        if self.reward_names:
             values = [self._trained_reward({**trace.rewards, "reward": trace.reward}) for trace in traces]
             rewards = np.array([np.nan if value is None else value for value in values], np.float32)
         if self.zero_truncated:
@@ -210,33 +218,37 @@ class GroupFilter:
         """
         names = {name for record in records for name in record.get("rewards") or {}}
         available = names | ({"reward"} if any("reward" in record for record in records) else set())
-        wanted = f"data.reward is {self.name!r}" if self.name else "data.reward names none of them"
-        if not self.free and names and not available & {*self._names}:
+        setting = (
+            f"data.reward is {join_list(self.reward_names)!r}"
+            if self.reward_names
+            else "data.reward names none of them"
+        )
+        if not self.any_reward_name and names and not available & {*self._names}:
             raise ArgumentError(
-                f"TG-ONLINE-012: the rewards are {', '.join(sorted(names))[:200]}, and {wanted}. Nothing would be "
-                "trained on. Set data.reward to the one that is, or return one number."
+                f"TG-ONLINE-012: the rewards are {', '.join(sorted(names))[:200]}, and {setting}. Set data.reward to "
+                "the reward to train on, or return one number."
             )
 
-    def is_dull(self, rewards: Floats) -> bool:
+    def has_no_signal(self, rewards: Floats) -> bool:
         """Return whether a group has no training signal.
 
         That is so if no reward is known. If rewards are compared, it is also so if all known rewards are equal.
 
-        >>> [GroupFilter().is_dull(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
+        >>> [GroupFilter().has_no_signal(np.float32(group)) for group in ([1, np.nan], [1, 1], [1, 0])]
         [True, True, False]
         """
         known_rewards = rewards[~np.isnan(rewards)].astype(np.float64)
-        return not len(known_rewards) or (self.compared and bool(np.ptp(known_rewards) <= self.tolerance))
+        return not len(known_rewards) or (self.is_group_relative and bool(np.ptp(known_rewards) <= self.tolerance))
 
 
 class GroupScorer(Protocol):
     """Scores the trajectories of a group together and writes the rewards to their records."""
 
-    def prepare(self, played: Sequence[RolloutResult]) -> None:
-        """Change the records to the form that they must have if they are read without ever being scored."""
+    def prepare(self, rollouts: Sequence[RolloutResult]) -> None:
+        """Change the records to the form for records that are never scored."""
         ...
 
-    def __call__(self, played: Sequence[RolloutResult]) -> Awaitable[list[dict[str, Failure]]]:
+    def __call__(self, rollouts: Sequence[RolloutResult]) -> Awaitable[list[dict[str, Failure]]]:
         """Set the rewards of the records; return for each trajectory the reward functions that failed."""
         ...
 
@@ -248,7 +260,7 @@ class Failures:
     Args:
         count: trajectories without its reward; for rollouts, the trajectories that failed.
         first: task, trajectory, function, error and source line of the first failure.
-        traceback: traceback of the first failure, "" if there is none.
+        traceback: traceback of the first failure; "" without one.
     """
 
     count: int
@@ -267,16 +279,16 @@ class RolloutCounters:
     The trainer reads them without a lock, so different fields may be of slightly different moments.
 
     Args:
-        begun, finished, dull: groups, including those already on disk. A group is finished once it is written.
+        started, finished, zero_std: groups, including those already on disk. A group is finished once it is written.
         trajectories, failed: trajectories of groups that are finished or about to be written. They are counted before
             the group is on disk. A trajectory whose scoring failed counts as failed.
-        rewarded, rewards: trajectories with a known reward, and the sum of these rewards.
+        rewarded, rewards: number of trajectories with a known reward, and sum of the known rewards.
         failures: by source of the failure: "playing", or "reward function NAME".
     """
 
-    begun: int = 0
+    started: int = 0
     finished: int = 0
-    dull: int = 0
+    zero_std: int = 0
     trajectories: int = 0
     failed: int = 0
     rewarded: int = 0
@@ -290,13 +302,13 @@ class RolloutCounters:
 
     @property
     def reward(self) -> float:
-        """Mean of the known rewards; NaN if there are none."""
+        """Mean of the known rewards; NaN without any."""
         return self.rewards / self.rewarded if self.rewarded else math.nan
 
-    def add(self, rewards: Floats, dull: bool, failed: int = 0) -> None:
+    def add(self, rewards: Floats, has_no_signal: bool, failed: int = 0) -> None:
         """Count one group by the rewards of its trajectories."""
         known_rewards = rewards[~np.isnan(rewards)]
-        self.dull += dull
+        self.zero_std += has_no_signal
         self.trajectories, self.failed = self.trajectories + len(rewards), self.failed + failed
         self.rewarded, self.rewards = (
             self.rewarded + len(known_rewards),
@@ -309,37 +321,37 @@ class Collector:
     """Rolls out groups in this process.
 
     Args:
-        contract: agent, environment or function that does a rollout.
+        agent: agent, environment or function that does a rollout.
         tasks: (group, task) in order, without the groups that exist already.
-        link: connection to the servers.
+        server_pool: connection to the servers.
         writer: writer of the groups; None for a collector that only evaluates.
-        pace: limit on started groups.
-        play: rollout options.
+        staleness_limit: limit on started groups.
+        rollout: rollout options.
         score: scores the trajectories of a group together.
         unscored: store of groups until they are scored; stored groups are not rolled out again.
-        signal: filter of groups without a training signal.
+        group_filter: filter of groups without a training signal.
         counts: counters, which include the groups on disk.
-        taken: completed steps.
+        steps_done: completed steps.
         share: (index, number of collectors); all collectors together start as many groups as one would.
         by_address: whether each trajectory gets a recording address, for existing agents with their own client.
         logprob_kind: "raw" or "processed" logprobs of the servers; None measures it (`measure_logprob_kind`).
-        for_training: whether to sample only in ways that the trainer can reproduce. Overrides from the model's
+        for_training: whether to sample only with settings that the trainer can reproduce. Overrides from the model's
             generation_config.json are then disabled, and requests with other such options are refused, except in
             evaluations.
-        tokenizer: tokenizer of the policy, for `play.ids` "tokens".
+        tokenizer: tokenizer of the policy, for `rollout.input` "token_ids".
     """
 
-    contract: Any
+    agent: Any
     tasks: Iterator[tuple[int, Any]]
-    link: ServerPool
+    server_pool: ServerPool
     writer: GroupWriter | None
-    pace: GroupLimit
-    play: RolloutConfig
+    staleness_limit: GroupLimit
+    rollout: RolloutConfig
     score: GroupScorer | None = None
     unscored: UnscoredGroups | None = None
-    signal: GroupFilter = field(default_factory=GroupFilter)
+    group_filter: GroupFilter = field(default_factory=GroupFilter)
     counts: RolloutCounters = field(default_factory=RolloutCounters)
-    taken: int = 0
+    steps_done: int = 0
     share: tuple[int, int] = (0, 1)
     by_address: bool = False
     logprob_kind: str | None = None
@@ -354,19 +366,19 @@ class Collector:
         self._row: list[RolloutResult] = []
         self._ids: OrderedDict[str, None] = OrderedDict()
         self.exhausted = False
-        self.failing: TracegradError | None = None
+        self.fatal_error: TracegradError | None = None
         self.finished_at = time.monotonic()
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all tasks are rolled out.
 
         Raises:
-            TracegradError: `failing`, which is set before the last group counts as finished.
+            TracegradError: `fatal_error`, which is set before the last group counts as finished.
         """
-        ended = self.exhausted and self.counts.finished == self.counts.begun
-        if ended and self.failing is not None:
-            raise self.failing
+        ended = self.exhausted and self.counts.finished == self.counts.started
+        if ended and self.fatal_error is not None:
+            raise self.fatal_error
         return ended
 
     @property
@@ -377,48 +389,51 @@ class Collector:
 
     @property
     def retried(self) -> int:
-        """Requests that were sent again since the link was created."""
-        return self.link.servers.retried
+        """Requests that were sent again since the start."""
+        return self.server_pool.servers.retried
 
     def check(self) -> None:
-        """Raise the error that ended the link, or an error if no group has finished for `play.patience` seconds."""
-        self.link.check()
+        """Raise the error that ended the thread of the servers, or an error if rollouts have stalled.
+
+        Rollouts have stalled if no group has finished for `rollout.stall_timeout_s` seconds.
+        """
+        self.server_pool.check()
         idle = time.monotonic() - self.finished_at
-        if idle > self.play.patience and self._started_at:
+        if idle > self.rollout.stall_timeout_s and self._started_at:
             name, began = min(self._started_at.items(), key=lambda item: item[1])
             raise TracegradError(
-                f"TG-ONLINE-013: no group has finished for {idle:.0f} s. The oldest trajectory under way is {name}, "
-                f"for {time.monotonic() - began:.0f} s. The trainer would wait for ever. Look at its environment and "
-                "at the servers, or raise play.patience."
+                f"TG-ONLINE-013: no group has finished for {idle:.0f} s. The oldest trajectory in flight is {name}, "
+                f"which started {time.monotonic() - began:.0f} s ago. Check its environment and the servers, or raise "
+                "rollout.stall_timeout_s."
             )
 
     def wait(self, seconds: float) -> None:
         """Wait until a group has finished or rollout has ended since the last call, at most this many seconds."""
-        self.link.wait(seconds)
+        self.server_pool.wait(seconds)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start rollouts. Call this once the servers have the initial weights."""
         self.finished_at = time.monotonic()
-        self.link.begin(self._roll_out_groups)
+        self.server_pool.begin(self._roll_out_groups)
 
-    def step_taken(self, steps: int) -> None:
+    def set_steps_done(self, steps: int) -> None:
         """Set the number of completed steps whose weights are pushed, which allows more groups to start."""
-        self.taken = steps
-        self.link.soon(self._wake.set)
+        self.steps_done = steps
+        self.server_pool.call_soon(self._wake.set)
 
-    def others_dull(self, groups: int) -> None:
+    def add_zero_std_groups(self, groups: int) -> None:
         """Count groups of other collectors that have no training signal, so that more may start in their place."""
-        self.counts.dull += groups
-        self.link.soon(self._wake.set)
+        self.counts.zero_std += groups
+        self.server_pool.call_soon(self._wake.set)
 
-    def evaluate(self, contract: Any, tasks: Sequence[Any], name: str) -> list[RolloutResult]:
+    def evaluate(self, agent: Any, tasks: Sequence[Any], name: str) -> list[RolloutResult]:
         """Roll out each task once and return the trajectories of the evaluation."""
 
         done = 0
 
         def progress(seconds: float) -> str:
             time_left = format_time_left(seconds, done, len(tasks))
-            return f"{name}: {done:,} of {len(tasks):,} tasks played in {seconds:.0f} s, {time_left}"
+            return f"{name}: {done:,} of {len(tasks):,} tasks rolled out in {seconds:.0f} s, {time_left}"
 
         async def roll_out_all(*_: Any) -> list[RolloutResult]:
             await self._open()
@@ -427,14 +442,14 @@ class Collector:
             async def roll_out_task(number: int, task: Any) -> RolloutResult:
                 nonlocal done
                 async with limit:
-                    rollout = await self._play(contract, task, f"{name}-{number}", None)
+                    rollout = await self._play(agent, task, f"{name}-{number}", None)
                 [scored] = await self._score_rollouts([rollout])
                 done += 1
                 return scored
 
             return list(await asyncio.gather(*(roll_out_task(number, task) for number, task in enumerate(tasks))))
 
-        return self.link.run(roll_out_all, progress)
+        return self.server_pool.run(roll_out_all, progress)
 
     async def _roll_out_groups(self) -> None:
         await self._open()
@@ -460,26 +475,26 @@ class Collector:
         if self._chat is None:
             self._chat = await self._open_client()
             if self.logprob_kind is None:
-                assumed = "raw" if self.play.temperature == 1.0 else "processed"
-                self.logprob_kind = await measure_logprob_kind(self.link.servers) or assumed
+                assumed = "raw" if self.rollout.temperature == 1.0 else "processed"
+                self.logprob_kind = await measure_logprob_kind(self.server_pool.servers) or assumed
             if (
                 self.for_training
-                and (reason := refusal_reason({"temperature": self.play.temperature}, self._kind)) is not None
+                and (reason := refusal_reason({"temperature": self.rollout.temperature}, self._kind)) is not None
             ):
-                raise ArgumentError(f"TG-ONLINE-014: play.temperature is {self.play.temperature}: {reason}")
-        if self.by_address and self._proxy is None and self.play.ids == "chat":
-            self._proxy = await self.link.stack.enter_async_context(self._recorder())
+                raise ArgumentError(f"TG-ONLINE-014: rollout.temperature is {self.rollout.temperature}: {reason}")
+        if self.by_address and self._proxy is None and self.rollout.input == "messages":
+            self._proxy = await self.server_pool.stack.enter_async_context(self._recorder())
 
     def _start_groups(self) -> set[asyncio.Task[None]]:
         started, (mine, collectors) = set(), self.share
-        allowed = -(-(self.pace.allowed(self.taken, self.counts.dull) - mine) // collectors)
-        while not self.exhausted and self.counts.begun < allowed:
+        allowed = -(-(self.staleness_limit.max_started(self.steps_done, self.counts.zero_std) - mine) // collectors)
+        while not self.exhausted and self.counts.started < allowed:
             entry = next(self.tasks, None)
             if entry is None:
                 self.exhausted = True
-                self.link.news.set()
+                self.server_pool.news.set()
                 break
-            self.counts.begun += 1
+            self.counts.started += 1
             started.add(asyncio.create_task(self._group(*entry)))
         return started
 
@@ -489,28 +504,30 @@ class Collector:
             None if self.unscored is None else await asyncio.to_thread(self._read_unscored, number, task, self.unscored)
         )
         if rollouts is None:
-            names = [f"{number}-{sample}" for sample in range(self.play.samples)]
-            pending = (self._play(self.contract, task, name, str(number)) for name in names)
+            names = [f"{number}-{sample}" for sample in range(self.rollout.group_size)]
+            pending = (self._play(self.agent, task, name, str(number)) for name in names)
             rollouts = list(await asyncio.gather(*pending))
             if self.score is not None and self.unscored is not None:
                 self.score.prepare(rollouts)
-                await asyncio.to_thread(self.unscored.keep, number, [rollout.record for rollout in rollouts])
+                await asyncio.to_thread(self.unscored.write, number, [rollout.record for rollout in rollouts])
         rollouts = await self._score_rollouts(rollouts)
         records = [rollout.record for rollout in rollouts]
-        rewards = self.signal.of_records(records)
-        self.counts.add(rewards, self.signal.is_dull(rewards), sum(rollout.error is not None for rollout in rollouts))
+        rewards = self.group_filter.rewards_of_records(records)
+        self.counts.add(
+            rewards, self.group_filter.has_no_signal(rewards), sum(rollout.error is not None for rollout in rollouts)
+        )
         self._note_failures(rollouts)
         try:
-            self.signal.check(records)
+            self.group_filter.check(records)
             self._check_ids(records)
         except (ArgumentError, SyncFault) as error:  # write the rollouts first
-            self.failing = error
+            self.fatal_error = error
         await asyncio.to_thread(self._write, number, records)
         self.counts.finished += 1
         self.finished_at = time.monotonic()
-        self.link.news.set()
-        if self.failing is not None:
-            raise self.failing
+        self.server_pool.news.set()
+        if self.fatal_error is not None:
+            raise self.fatal_error
 
     def _check_ids(self, records: list[dict[str, Any]]) -> None:
         """Refuse a response with the id of an earlier one: it was sampled once and would be trained on twice."""
@@ -538,7 +555,7 @@ class Collector:
         assert self.writer is not None
         self.writer.write(records)
         if self.unscored is not None:
-            self.unscored.drop([number])
+            self.unscored.delete([number])
 
     async def _score_rollouts(self, rollouts: list[RolloutResult]) -> list[RolloutResult]:
         """Return the trajectories with rewards. Failed rollouts and failed scoring are counted, and `error` is set."""
@@ -567,21 +584,21 @@ class Collector:
         traceback = "" if failure is None else failure.traceback
         self.counts.failures[source] = Failures(1, line, traceback)
         for text in (f"failed   {line}", *(f"         {traceback_line}" for traceback_line in traceback.splitlines())):
-            self.link.say(text)
+            self.server_pool.log(text)
 
-    async def _play(self, contract: Any, task: Any, name: str, group: str | None) -> RolloutResult:
-        options = self.play
+    async def _play(self, agent: Any, task: Any, name: str, group: str | None) -> RolloutResult:
+        options = self.rollout
         self._started_at[name] = time.monotonic()
         try:
             # An agent's own client may use the model name from its start until it ends, also for retries.
-            with self.link.servers.holding() if self._proxy is not None else nullcontext():
+            with self.server_pool.servers.hold_model() if self._proxy is not None else nullcontext():
                 return await run_rollout(
-                    contract,
+                    agent,
                     task,
                     chat=self._chat,
-                    version=lambda: self.link.version,
-                    received=lambda: self.link.coming,
-                    limits=Limits(turns=options.turns, seconds=options.seconds),
+                    version=lambda: self.server_pool.version,
+                    received=lambda: self.server_pool.next_version,
+                    limits=Limits(max_turns=options.max_turns, timeout_s=options.timeout_s),
                     id=name,
                     group=group,
                     sampling=self._sampling,
@@ -594,14 +611,14 @@ class Collector:
 
     async def _open_client(self) -> Any:
         """Return the function that sends the requests of trajectories."""
-        if self.play.ids == "chat":
-            return self.link.servers.chat
+        if self.rollout.input == "messages":
+            return self.server_pool.servers.chat
         if self.tokenizer is None:
             raise ArgumentError(
-                'TG-ONLINE-015: play.ids is "tokens", and the policy\'s tokenizer is not known here. No prompt '
-                'could be written. Leave it at "chat".'
+                'TG-ONLINE-015: rollout.input is "token_ids", but this collector has no tokenizer to encode prompts '
+                'with. Set rollout.input to "messages".'
             )
-        tokens = Tokens(self.link.servers, self.tokenizer)
+        tokens = Tokens(self.server_pool.servers, self.tokenizer)
         await tokens.check()
         return tokens
 
@@ -610,17 +627,17 @@ class Collector:
         from tracegrad.rollout.proxy import Proxy
 
         return Proxy(
-            self.link.servers,
-            upstream_key=self.link.servers.key,
-            model=lambda: self.link.servers.model,
-            version=lambda: self.link.version,
+            self.server_pool.servers,
+            upstream_key=self.server_pool.servers.key,
+            model=lambda: self.server_pool.servers.model,
+            version=lambda: self.server_pool.version,
             sampling=self._sampling,
             logprob_kind=self._kind,
         )
 
     @property
     def _sampling(self) -> dict[str, Any]:
-        options = {"temperature": self.play.temperature, "max_tokens": self.play.max_tokens}
+        options = {"temperature": self.rollout.temperature, "max_tokens": self.rollout.max_tokens}
         return {**NEUTRAL, **options} if self.for_training else options
 
     @property
@@ -629,30 +646,33 @@ class Collector:
         return self.logprob_kind
 
     def _note_failures(self, rollouts: list[RolloutResult]) -> None:
-        """Set `failing` after `play.failures` failed trajectories in a row; its text quotes the first error."""
+        """Set `fatal_error` after `rollout.max_consecutive_failures` failed trajectories in a row.
+
+        Its text quotes the first error.
+        """
         for rollout in rollouts:
             self._row = [*self._row, rollout] if rollout.error is not None else []
-        if len(self._row) >= self.play.failures:
+        if len(self._row) >= self.rollout.max_consecutive_failures:
             first = self._row[0]
-            self.failing = TracegradError(
-                f"TG-ONLINE-016: {len(self._row)} trajectories in a row have failed. Nothing can be learnt from them. "
-                "They are on the disk; rewards that failed can be scored anew (tracegrad score). The first: "
+            self.fatal_error = TracegradError(
+                f"TG-ONLINE-016: {len(self._row)} trajectories in a row have failed. They are written to disk; you can "
+                "repeat failed reward functions with `tracegrad score`. The first failure: "
                 f"{first.error}\n{getattr(first.failure, 'traceback', '') or ''}"
             )
 
 
-def count_groups_on_disk(follower: GroupReader, signal: GroupFilter) -> tuple[set[int], RolloutCounters]:
-    """Return numbers and counts of groups that are new to the follower; delete their unscored copies."""
+def count_groups_on_disk(reader: GroupReader, group_filter: GroupFilter) -> tuple[set[int], RolloutCounters]:
+    """Return the numbers and the counters of groups that are new to the reader; delete their unscored copies."""
     done, counts = set(), RolloutCounters()
-    for _, traces in follower.look():
+    for _, traces in reader.read_new():
         group = next(iter(traces.groups), None) or ""
         done |= {int(group)} if group.isdecimal() else set()
-        rewards = signal.of_traces(traces)
-        counts.begun, counts.finished = counts.begun + 1, counts.finished + 1
+        rewards = group_filter.rewards_of_traces(traces)
+        counts.started, counts.finished = counts.started + 1, counts.finished + 1
         failed = sum(any(mark in trace.record for mark in _FAILURE_MARKS) for trace in traces)
-        counts.add(rewards, signal.is_dull(rewards), failed)
-    unscored = UnscoredGroups(follower.folder.parent)
-    unscored.drop(unscored.groups & done)
+        counts.add(rewards, group_filter.has_no_signal(rewards), failed)
+    unscored = UnscoredGroups(reader.folder.parent)
+    unscored.delete(unscored.groups & done)
     return done, counts
 
 

@@ -51,24 +51,24 @@ def collect(
     tasks: Iterable[Any],
     *,
     rewards: Any = None,
-    weights: Sequence[float] | None = None,
+    reward_weights: Sequence[float] | None = None,
     tools: Any = None,
     environment: Any = None,
     agent: Any = None,
     share: tuple[int, int] = (0, 1),
     key: str | None = None,
     wait_s: float = 600.0,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> CollectResult:
     """Roll out for a run whose `train` has no tasks, until the run ends, the tasks end, or a signal comes.
 
     Args:
         run: folder of the run, on a disk that both processes can access.
-        tasks, rewards, weights, tools, environment, agent: as for `train`.
+        tasks, rewards, reward_weights, tools, environment, agent: as for `train`.
         share: (i, n): this is collector i of n, from 0. Each collector gets the same tasks and rolls out every n-th.
         key: token of the servers.
         wait_s: seconds to wait for a trainer that has not started.
-        say: receives the log lines for the user.
+        log: receives the log lines for the user.
 
     Returns:
         how much was rolled out.
@@ -79,35 +79,49 @@ def collect(
     """
     run, (mine, collectors) = require_local_path(run), share
     if not 0 <= mine < collectors:
-        raise ArgumentError(f"TG-ONLINE-017: share is {share}. Collectors count from 0. Give (i, n) with i below n.")
-    contract = RolloutSpec.of(agent=agent, environment=environment, tools=tools, rewards=rewards, weights=weights)
+        raise ArgumentError(f"TG-ONLINE-017: share is {share}. Pass (i, n) with i from 0 to n - 1.")
+    rollout_spec = RolloutSpec.of(
+        agent=agent, environment=environment, tools=tools, rewards=rewards, weights=reward_weights
+    )
     with ExitStack() as stack, Interrupt() as interrupt:
         state = _wait_for_state(run, wait_s, interrupt)
         if state is None:
             return CollectResult(exit_code=interrupt.code("signal"))
-        brief, config = RunInfo.read(run), load_config(run / "config.toml")
-        folder, signal = run / buffer.ROLLOUT_FOLDER, GroupFilter.of(config)
+        run_info, config = RunInfo.read(run), load_config(run / "config.toml")
+        folder, group_filter = run / buffer.ROLLOUT_FOLDER, GroupFilter.of(config)
         others = GroupReader(folder)
-        done, counts_on_disk = count_groups_on_disk(others, signal)
+        done, counts_on_disk = count_groups_on_disk(others, group_filter)
         before = len([number for number in done if number % collectors == mine])
-        counts = RolloutCounters(begun=before, finished=before, dull=counts_on_disk.dull)
+        counts = RolloutCounters(started=before, finished=before, zero_std=counts_on_disk.zero_std)
         numbered = (
             (number, task)
             for number, task in Tasks(tasks, config.train.seed).after(done)
             if number % collectors == mine
         )
-        link = ServerPool(partial(Servers, state.servers, model=state.model, key=key), version=state.version, say=say)
-        tokenizer = Tokenizer.from_pretrained(brief.model) if brief.play.ids == "tokens" else None
-        pace = staleness_limit_of(config, brief.online)
-        settings = {"signal": signal, "counts": counts, "share": share, "tokenizer": tokenizer}
-        player = contract.collector(stack, numbered, link, folder, pace, brief.play, **settings)
-        stack.enter_context(link)
-        others.without = player.file.name
-        say(f"collector {mine} of {collectors}, from 0, plays into {player.file}")
-        _follow(run, state, player, others, interrupt)
-        if player.over:
+        server_pool = ServerPool(
+            partial(Servers, state.servers, model=state.model, key=key), version=state.version, log=log
+        )
+        tokenizer = Tokenizer.from_pretrained(run_info.model) if run_info.rollout.input == "token_ids" else None
+        staleness_limit = staleness_limit_of(config, run_info.online)
+        rollout_worker = rollout_spec.collector(
+            stack,
+            numbered,
+            server_pool,
+            folder,
+            staleness_limit,
+            run_info.rollout,
+            group_filter=group_filter,
+            counts=counts,
+            share=share,
+            tokenizer=tokenizer,
+        )
+        stack.enter_context(server_pool)
+        others.skipped_file = rollout_worker.file.name
+        log(f"collector {mine} of {collectors}, from 0, writes rollouts to {rollout_worker.file}")
+        _follow(run, state, rollout_worker, others, interrupt)
+        if rollout_worker.is_finished:
             write_bytes(folder / f"{mine}-of-{collectors}.ended", [b""])
-        stopped = "tasks" if player.over else "done" if interrupt.received is None else "signal"
+        stopped = "tasks" if rollout_worker.is_finished else "done" if interrupt.received is None else "signal"
     counters = counts.finished - before, counts.trajectories, counts.failed
     return CollectResult(*counters, stopped, interrupt.code(stopped))
 
@@ -120,57 +134,60 @@ def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> RunState 
             return state
         if time.monotonic() > deadline:
             raise TracegradError(
-                f"TG-ONLINE-018: {run}: no trainer has begun within {wait_s:.0f} s. There is nobody to play for. Start "
-                "train with tasks=None and this folder as out."
+                f"TG-ONLINE-018: {run}: no trainer has started within {wait_s:.0f} s. Start train with tasks=None and "
+                "this folder as out."
             )
         time.sleep(POLL_S)
     return None
 
 
-def _follow(run: Path, state: RunState, player: Collector, others: GroupReader, interrupt: Interrupt) -> None:
+def _follow(run: Path, state: RunState, rollout_worker: Collector, others: GroupReader, interrupt: Interrupt) -> None:
     """Apply the states that the trainer publishes, until the run ends."""
-    admission = _ServerAdmission(player.link.servers, state)
-    player.link.servers.admission = admission.admit
-    _apply_state(player, admission, state)
-    player.begin()
-    while interrupt.received is None and not admission.state.over and not player.over:
-        player.check()
+    admission = _ServerAdmission(rollout_worker.server_pool.servers, state)
+    rollout_worker.server_pool.servers.admission = admission.admit
+    _apply_state(rollout_worker, admission, state)
+    rollout_worker.start()
+    while interrupt.received is None and not admission.state.is_finished and not rollout_worker.is_finished:
+        rollout_worker.check()
         state = RunState.read(run) or state
         if not set(state.servers) <= set(admission.pool):
             raise TracegradError(
-                f"TG-ONLINE-019: {run}: the run has servers that it had not when this collector began. Start "
-                f"the collector again."
+                f"TG-ONLINE-019: {run}: servers were added to the run after this collector started. Start the "
+                f"collector again."
             )
         if state != admission.state:
-            _apply_state(player, admission, state)
-        dull = sum(player.signal.is_dull(player.signal.of_traces(traces)) for _, traces in others.look())
-        if dull:
-            player.others_dull(dull)
+            _apply_state(rollout_worker, admission, state)
+        zero_std_groups = sum(
+            rollout_worker.group_filter.has_no_signal(rollout_worker.group_filter.rewards_of_traces(traces))
+            for _, traces in others.read_new()
+        )
+        if zero_std_groups:
+            rollout_worker.add_zero_std_groups(zero_std_groups)
         time.sleep(POLL_S)
 
 
-def _apply_state(player: Collector, admission: "_ServerAdmission", state: RunState) -> None:
+def _apply_state(rollout_worker: Collector, admission: "_ServerAdmission", state: RunState) -> None:
     """Apply a state: versions, completed steps, and the servers that must not be used now."""
 
     def apply() -> None:
-        player.link.version, player.link.coming = state.version, state.coming
+        rollout_worker.server_pool.version, rollout_worker.server_pool.next_version = state.version, state.next_version
         for url in set(admission.state.servers) - set(state.servers):
-            admission.servers.leave_out(url, f"the trainer's push of version {state.version} did not reach it")
+            admission.servers.suspend(url, f"it has not received version {state.version} from the trainer")
         admission.state = state
 
-    player.link.soon(apply)
-    player.step_taken(state.taken)
+    rollout_worker.server_pool.call_soon(apply)
+    rollout_worker.set_steps_done(state.steps_done)
 
 
 class _ServerAdmission:
-    """Admits servers that were gone: one is used again once it has the published version."""
+    """Admission of servers after an outage: a server is used again once it has the published version."""
 
     def __init__(self, servers: Servers, state: RunState) -> None:
         self.servers, self.state, self.pool = servers, state, state.servers
 
     async def admit(self, url: str) -> bool:
         """Return whether the server may be used; if it reports no version, whether the trainer uses it."""
-        info = await self.servers.ask(url, "/weight_info", method="GET")
+        info = await self.servers.request(url, "/weight_info", method="GET")
         if info.ok and isinstance(info.body, dict) and "weight_version" in info.body:
             return info.body["weight_version"] == str(self.state.version)
         return url in self.state.servers

@@ -89,8 +89,13 @@ class LogprobGap:
     def row(self) -> dict[str, float]:
         """Return the figures by their metric names."""
         if not self.terms:
-            return {"sync_terms": 0}
-        return {"sync_terms": self.terms, "sync_p50": self.p50, "sync_p99": self.p99, "sync_max": self.max}
+            return {"weight_check/tokens": 0}
+        return {
+            "weight_check/tokens": self.terms,
+            "weight_check/p50": self.p50,
+            "weight_check/p99": self.p99,
+            "weight_check/max": self.max,
+        }
 
 
 @dataclass
@@ -99,11 +104,11 @@ class WeightSyncBounds:
 
     Args:
         bf16: whether the trainer's forward pass is bf16: then even correct syncs differ, within fixed bounds.
-        square: mean squared nats of the noisiest correct sync, for `leans`.
+        noise_mean_square: mean squared nats of the noisiest correct sync, for `slope_to_previous`.
     """
 
     bf16: bool = False
-    square: float = 0.0
+    noise_mean_square: float = 0.0
 
     @property
     def words(self) -> str:
@@ -122,12 +127,12 @@ class WeightSyncBounds:
             return True
         return (gap.p50 <= BF16_MEDIAN and gap.p99 <= BF16_P99) if self.bf16 else gap.max <= FP32_NATS
 
-    def note(self, gap: LogprobGap) -> None:
+    def record_noise(self, gap: LogprobGap) -> None:
         """Remember the noise of a correct sync."""
         if gap.terms:
-            self.square = max(self.square, gap.square)
+            self.noise_mean_square = max(self.noise_mean_square, gap.square)
 
-    def leans(self, now: Floats, before: Floats, rollout: Floats) -> float:
+    def slope_to_previous(self, now: Floats, before: Floats, rollout: Floats) -> float:
         """Return how far the servers' logprobs are on the way to the previous version, if that is certain.
 
         The slope of rollout - now over before - now is 0 for the current weights and 1 for the previous ones. Rounding
@@ -140,13 +145,13 @@ class WeightSyncBounds:
 
         >>> now, before = np.linspace(-2, -1, 64, dtype=np.float32), np.linspace(-1, -2, 64, dtype=np.float32)
         >>> bounds = WeightSyncBounds(bf16=True)
-        >>> round(bounds.leans(now, before, before), 6), bounds.leans(now, before, now)
+        >>> round(bounds.slope_to_previous(now, before, before), 6), bounds.slope_to_previous(now, before, now)
         (1.0, 0.0)
         """
         off, way = _differences(now, rollout, before)
         slope, error = _slope(off, way)
         total = float((way**2).sum())
-        lifted = min(1.0, self.square * len(way) / total) if total else 0.0
+        lifted = min(1.0, self.noise_mean_square * len(way) / total) if total else 0.0
         return slope if slope > MIN_SLOPE and slope - lifted > MIN_STANDARD_ERRORS * error else 0.0
 
 
@@ -287,17 +292,17 @@ def _explained_share(off: NDArray[np.float64], way: NDArray[np.float64]) -> floa
 def weight_sync_fault(step: int, version: int, gap: LogprobGap, clean: str, why: str) -> SyncFault:
     """Build the error that ends a run."""
     return SyncFault(
-        f"TG-ONLINE-020: step {step}: the servers do not sample from version {version}, which is trained. Of "
-        f"{gap.terms} tokens that they say are its own, the logprobs are off by up to {gap.max:.3g} nats (median "
-        f"{gap.p50:.2g}, 99th percentile {gap.p99:.2g}; at most {clean} is clean). Ratios would be wrong. {why}"
+        f"TG-ONLINE-020: step {step}: the servers do not sample from version {version}, which is trained. For "
+        f"{gap.terms} tokens of this version, their logprobs differ by up to {gap.max:.3g} nats (median {gap.p50:.2g}, "
+        f"99th percentile {gap.p99:.2g}; a correct sync has at most {clean}). Ratios would be wrong. {why}"
     )
 
 
 def cached_response(name: str | None, where: str) -> str:
     """Build the error message for two answers with the same id."""
     return (
-        f"TG-ONLINE-049: {where} gave two answers with the id {name!r}. A cache of responses stands between the run "
-        "and the model: an answer would be trained twice, as if it had been sampled twice. Turn it off for this run."
+        f"TG-ONLINE-049: {where} returned two responses with the id {name!r}. A response cache between the run and the "
+        "model would make the run train twice on one sample. Turn the cache off for this run."
     )
 
 

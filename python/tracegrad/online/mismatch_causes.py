@@ -36,8 +36,8 @@ from tracegrad.trainer import Trainer
 from tracegrad.trainer.lora import adapters_off, has_adapters
 
 SENT = (
-    "Let requests reach the servers as the run sends them, and start vLLM with --generation-config vllm, so that "
-    "defaults of the model's folder do not apply."
+    "Make sure that nothing changes requests between the run and the servers, and start vLLM with --generation-config "
+    "vllm, which ignores the defaults in the model's folder."
 )
 TOKENS = 512
 """Maximum number of tokens whose distributions are computed: [TOKENS, V] floats are in memory."""
@@ -150,38 +150,38 @@ def _logprobs(
     return np.take_along_axis(scores, target[:, None], -1)[:, 0] - np.log(np.exp(scores).sum(-1))
 
 
-def sampling_causes(driven: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
+def sampling_causes(trainer: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
     """Yield a temperature, truncations and penalties, each with the value that fits best. Every rank must call this."""
-    trainer = distributions(driven, sample)
-    count = len(trainer.target)
+    policy = distributions(trainer, sample)
+    count = len(policy.target)
 
     def miss(logprobs: NDArray[np.float64]) -> float:
-        return float(np.minimum(np.abs(logprobs - trainer.rollout), 5.0).mean())
+        return float(np.minimum(np.abs(logprobs - policy.rollout), 5.0).mean())
 
     def pad(logprobs: NDArray[np.float64]) -> Floats:
         return np.r_[logprobs, np.full(len(sample.step) - count, np.nan)].astype(np.float32)
 
-    fit = float(np.exp(_minimize(lambda log: miss(trainer.at(np.exp(log))), np.log(np.geomspace(0.05, 5.0, 47)))))
-    note = " or that gives raw logprobs, without --logprobs-mode processed_logprobs" if abs(fit - 1) < 1e-3 else ""
-    at_temperature = trainer.at(fit)
+    fit = float(np.exp(_minimize(lambda log: miss(policy.at(np.exp(log))), np.log(np.geomspace(0.05, 5.0, 47)))))
+    note = ", or they return raw logprobs (no --logprobs-mode processed_logprobs)" if abs(fit - 1) < 1e-3 else ""
+    at_temperature = policy.at(fit)
     yield MismatchHypothesis(
-        f"Their logprobs are those of temperature {fit:.3g}, which nobody told{note}. Record the temperature with "
+        f"Their logprobs match temperature {fit:.3g}, which the run did not request{note}. Record the temperature with "
         f"each request. {SENT}",
         lambda: pad(at_temperature),
     )
     candidates: list[tuple[str, Callable[[float], NDArray[np.float64]], NDArray[np.float64], bool]] = [
-        ("top_k", trainer.top_k, np.arange(1.0, min(trainer.logits.shape[1], 201)), False),
-        ("top_p", trainer.top_p, np.r_[np.linspace(0.01, 0.99, 99), 0.995, 0.999], True),
-        ("min_p", trainer.min_p, np.r_[np.linspace(0.001, 0.009, 9), np.linspace(0.01, 1, 100)], True),
-        ("frequency_penalty", trainer.frequency_penalty, np.linspace(-2, 2, 41), True),
-        ("presence_penalty", trainer.presence_penalty, np.linspace(-2, 2, 41), True),
-        ("repetition_penalty", trainer.repetition_penalty, np.linspace(0.5, 2, 31), True),
+        ("top_k", policy.top_k, np.arange(1.0, min(policy.logits.shape[1], 201)), False),
+        ("top_p", policy.top_p, np.r_[np.linspace(0.01, 0.99, 99), 0.995, 0.999], True),
+        ("min_p", policy.min_p, np.r_[np.linspace(0.001, 0.009, 9), np.linspace(0.01, 1, 100)], True),
+        ("frequency_penalty", policy.frequency_penalty, np.linspace(-2, 2, 41), True),
+        ("presence_penalty", policy.presence_penalty, np.linspace(-2, 2, 41), True),
+        ("repetition_penalty", policy.repetition_penalty, np.linspace(0.5, 2, 31), True),
     ]
     for name, logprobs_at, grid, continuous in candidates:
         value = _minimize(lambda at, logprobs_at=logprobs_at: miss(logprobs_at(at)), grid, continuous)
         logprobs = logprobs_at(value)
         yield MismatchHypothesis(
-            f"They sample with {name} {value:.3g}, which the run did not ask for. {SENT}",
+            f"They sample with {name} {value:.3g}, which the run did not request. {SENT}",
             lambda logprobs=logprobs: pad(logprobs),
         )
 
@@ -204,16 +204,16 @@ def _minimize(function: Callable[[float], float], grid: NDArray[np.float64], con
     return best
 
 
-def distributions(driven: Trainer, sample: Sample) -> Distributions:
+def distributions(trainer: Trainer, sample: Sample) -> Distributions:
     """Return the trainer's distributions at the first `TOKENS` tokens of a sample. Every rank must call this."""
     parts, terms = [], []
     with torch.no_grad():
         for batch in sample.step.batches:
-            logits = driven.target.policy(_logits, batch.to(driven.target.device), driven.precision)
-            row = np.asarray(batch.row)
+            logits = trainer.target.policy(_logits, batch.to(trainer.target.device), trainer.precision)
+            row = np.asarray(batch.logit_row)
             parts.append(logits[row].astype(np.float64) if len(row) else np.zeros((0, logits.shape[-1])))
             terms.append(np.asarray(batch.term))
-    driven.target.rest()
+    trainer.target.reshard()
     order = np.argsort(np.concatenate(terms))[:TOKENS]
     logits = np.concatenate(parts)[order]
     prompt, output, target, inv_temperature = [], [], [], []
@@ -252,66 +252,68 @@ def _logits(model: torch.nn.Module, batch: Batch, precision: torch.dtype) -> NDA
 MOST = 0.95
 """Minimum share of tokens that a cause must explain within the bounds of a correct sync."""
 UNKNOWN = (
-    "None of the known mistakes gives these numbers: the servers run other weights, another model, another precision "
-    "or another sampling than they were told."
+    "No known mistake explains these numbers: the servers may run other weights, another model, another precision or "
+    "other sampling settings than the run requested."
 )
 ROUNDING = (
-    "It is as small as rounding makes it, and no other mistake gives it: they most likely compute in bfloat16 or "
-    "float16, and the trainer in float32. Start them with --dtype float32, or train in theirs: train.dtype bf16."
+    "The difference is as small as rounding, and no other mistake explains it: they most likely compute in bfloat16 or "
+    "float16, and the trainer in float32. Start them with --dtype float32, or set train.dtype to bf16."
 )
 ADAPTER_BEFORE = (
-    "They answer with the adapter of the step before{zero}. Look at their logs for the one that was loaded last, and "
-    "ask for the model by that adapter's name."
+    "They answer with the previous step's adapter{zero}. Look in their logs for the adapter that was loaded last, and "
+    "request the model by the name of that adapter."
 )
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
-def explain(driven: Trainer, sample: Sample, told: OnlineConfig, proof: WeightSyncBounds, first: Path | None) -> str:
-    """Return the description of the cause that explains the servers' logprobs, or of what is known without a cause.
+def explain(
+    trainer: Trainer, sample: Sample, options: OnlineConfig, weight_bounds: WeightSyncBounds, initial_model: Path | None
+) -> str:
+    """Return the description of the cause that explains the servers' logprobs; without one, describe the difference.
 
     Args:
-        driven: trainer with the policy.
+        trainer: trainer with the policy.
         sample: tokens outside of the bounds.
-        told: options of the run.
-        proof: bounds of a correct sync.
-        first: folder of the initial model.
+        options: options of the run.
+        weight_bounds: bounds of a correct sync.
+        initial_model: folder of the initial model.
     """
-    policy_miss, tried = _miss(sample, sample.logprobs, proof.bf16), []
-    for cause in causes(driven, sample, told, first):
+    policy_miss, tried = _miss(sample, sample.logprobs, weight_bounds.bf16), []
+    for cause in causes(trainer, sample, options, initial_model):
         logprobs = cause.logprobs()
-        if not proof.bf16 and _share(sample, logprobs, FP32_NATS) == 1:
+        if not weight_bounds.bf16 and _share(sample, logprobs, FP32_NATS) == 1:
             return cause.words
-        tried.append((_miss(sample, logprobs, proof.bf16), cause, logprobs))
+        tried.append((_miss(sample, logprobs, weight_bounds.bf16), cause, logprobs))
     tried.sort(key=lambda entry: entry[0])
-    if proof.bf16:
+    if weight_bounds.bf16:
         for _, cause, logprobs in tried:
             if explains(sample.logprobs, logprobs, sample.rollout):
                 return cause.words
     elif tried and tried[0][0] < policy_miss / 2 and _share(sample, tried[0][2], FP32_NATS) >= MOST:
         # If most tokens are almost certain, a wrong cause explains most of them too, so take the nearest one.
         return tried[0][1].words
-    if not proof.bf16 and WeightSyncBounds(bf16=True).holds(sample.gap()):
+    if not weight_bounds.bf16 and WeightSyncBounds(bf16=True).holds(sample.gap()):
         return ROUNDING
-    likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if proof.bf16 else FP32_NATS)
-    if likelier.mean() > MOST and (not proof.bf16 or mean_excess(sample.logprobs, sample.rollout)):
+    likelier = sample.rollout >= sample.logprobs - (BF16_MEDIAN if weight_bounds.bf16 else FP32_NATS)
+    if likelier.mean() > MOST and (not weight_bounds.bf16 or mean_excess(sample.logprobs, sample.rollout)):
         return (
-            "No token is less likely to them than to the trainer: they sample from the likeliest tokens alone, by "
-            "top_p, top_k or min_p or several of them, which the run did not ask for. " + SENT
+            "Every token is at least as likely to them as to the trainer: they sample from only the likeliest tokens, "
+            "by top_p, top_k or min_p or several of them, which the run did not request. " + SENT
         )
-    near = f" Nearest: {tried[0][1].words}" if tried and tried[0][0] < policy_miss * 0.8 else ""
+    near = f" The nearest one: {tried[0][1].words}" if tried and tried[0][0] < policy_miss * 0.8 else ""
     return UNKNOWN + near
 
 
-def causes(driven: Trainer, sample: Sample, told: OnlineConfig, first: Path | None) -> list[MismatchHypothesis]:
+def causes(trainer: Trainer, sample: Sample, options: OnlineConfig, first: Path | None) -> list[MismatchHypothesis]:
     """List the known causes: wrong weights, the likeliest first, then wrong sampling settings.
 
     Args:
-        driven: trainer with the policy.
+        trainer: trainer with the policy.
         sample: tokens that are compared.
-        told: options of the run.
+        options: options of the run.
         first: folder of the initial model.
     """
-    return [*_weight_causes(driven, sample, told, first), *sampling_causes(driven, sample)]
+    return [*_weight_causes(trainer, sample, options, first), *sampling_causes(trainer, sample)]
 
 
 def _miss(sample: Sample, logprobs: Floats, bf16: bool) -> float:
@@ -333,48 +335,48 @@ def _share(sample: Sample, logprobs: Floats, nats: float) -> float:
 
 
 def _weight_causes(
-    driven: Trainer, sample: Sample, options: OnlineConfig, first: Path | None
+    trainer: Trainer, sample: Sample, options: OnlineConfig, first: Path | None
 ) -> list[MismatchHypothesis]:
     """List causes with weights that are not the current ones, all of them or a part; the likeliest first."""
     candidates = []
-    pushed = previous_weights_file(driven, options)
-    if pushed is not None and driven.ranks.sum(pushed[0].is_file()) == driven.ranks.world:
+    pushed = previous_weights_file(trainer, options)
+    if pushed is not None and trainer.ranks.sum(pushed[0].is_file()) == trainer.ranks.world:
         path, name_of = pushed
-        if options.sync == "lora":
-            zero = ", or with none: the first adapter changes nothing" if driven.taken == 1 else ""
+        if options.weight_sync == "lora":
+            zero = ", or without an adapter: the first adapter changes nothing" if trainer.steps_done == 1 else ""
             words = ADAPTER_BEFORE.format(zero=zero)
-            candidates.append(MismatchHypothesis(words, lambda: _with(driven, sample, _read(path), name_of)))
+            candidates.append(MismatchHypothesis(words, lambda: _with(trainer, sample, _read(path), name_of)))
         else:
-            candidates += _whole_causes(driven, sample, path, name_of)
-    if has_adapters(driven.model):
-        no_adapter = "They answer without the adapter. Ask for the model by the adapter's name."
-        candidates.append(MismatchHypothesis(no_adapter, lambda: _without_adapters(driven, sample)))
-        candidates += _scaled_adapters(driven, sample)
-    if first is not None and list(first.glob("*.safetensors")) and not has_adapters(driven.model):
+            candidates += _whole_causes(trainer, sample, path, name_of)
+    if has_adapters(trainer.model):
+        no_adapter = "They answer without the adapter. Request the model by the adapter's name."
+        candidates.append(MismatchHypothesis(no_adapter, lambda: _without_adapters(trainer, sample)))
+        candidates += _scaled_adapters(trainer, sample)
+    if first is not None and list(first.glob("*.safetensors")) and not has_adapters(trainer.model):
         candidates.append(
             MismatchHypothesis(
-                "They run the weights that the run began with, older than the version before: no push has reached "
-                "them. A server that was started again, or one behind the same address that nobody pushes to, has "
-                "these. Name each server by an address of its own.",
-                lambda: _with(driven, sample, _read_folder(first), base_parameter_name),
+                "They run the initial weights of the run, which are older than the previous version: they received no "
+                "weight sync. A restarted server has these weights, and so has a second server at the same address. "
+                "Pass a separate address for each server.",
+                lambda: _with(trainer, sample, _read_folder(first), base_parameter_name),
             )
         )
     return candidates
 
 
 def _whole_causes(
-    driven: Trainer, sample: Sample, path: Path, name_of: Callable[[str], str]
+    trainer: Trainer, sample: Sample, path: Path, name_of: Callable[[str], str]
 ) -> Iterator[MismatchHypothesis]:
     """Yield causes with weights of the previous version: all of them, only the head, or those of one layer."""
     yield MismatchHypothesis(
-        "They still run the weights of the version before: the push did not reach them. Look at their logs for "
-        "the update, and start them with the flags of tracegrad.weight_sync.vllm_arguments.",
-        lambda: _with(driven, sample, _read(path), name_of, merged=True),
+        "They still run the previous version's weights: the weight sync did not reach them. Look for the update in "
+        "their logs, and start them with the flags of tracegrad.weight_sync.vllm_arguments.",
+        lambda: _with(trainer, sample, _read(path), name_of, merged=True),
     )
     yield MismatchHypothesis(
-        "Their output head is that of the version before: it is tied to the embedding, and the update did not "
-        "reach it. Start them with --worker-extension-cls tracegrad.weight_sync.worker.Worker, which packs it again.",
-        lambda: _with_head(driven, sample, _read(path), name_of),
+        "Their output head is the previous version's: it is tied to the embedding, and the update did not reach it. "
+        "Start them with --worker-extension-cls tracegrad.weight_sync.worker.Worker, which packs it again.",
+        lambda: _with_head(trainer, sample, _read(path), name_of),
     )
     weights = _read(path)
     parts: dict[str, dict[str, Any]] = {}
@@ -383,70 +385,70 @@ def _whole_causes(
         parts.setdefault(f"layer {layer[1]}" if layer else name.rpartition(".")[0], {})[name] = value
     for part, old in parts.items():
         yield MismatchHypothesis(
-            f"The weights of {part} are those of the version before, and the others are new: the push reached them in "
-            "part. Look at their logs for the update, and start them with the flags of "
+            f"The weights of {part} are the previous version's, and the others are new: the weight sync was "
+            "incomplete. Look for the update in their logs, and start them with the flags of "
             "tracegrad.weight_sync.vllm_arguments.",
-            lambda old=old: _with(driven, sample, old, name_of, merged=True),
+            lambda old=old: _with(trainer, sample, old, name_of, merged=True),
         )
 
 
-def _scaled_adapters(driven: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
+def _scaled_adapters(trainer: Trainer, sample: Sample) -> Iterator[MismatchHypothesis]:
     """Yield causes in which adapters are added with another factor than lora_alpha / r."""
-    layers = [module for module in driven.model.modules() if isinstance(getattr(module, "scaling", None), dict)]
+    layers = [module for module in trainer.model.modules() if isinstance(getattr(module, "scaling", None), dict)]
     local = next((scale for layer in layers for scale in layer.scaling.values()), None)
     if local is None:
         return
-    config = driven.model.peft_config[driven.model.active_adapter]
+    config = trainer.model.peft_config[trainer.model.active_adapter]
     alpha, rank = float(config.lora_alpha), float(config.r)
     for scale in sorted({1.0, alpha, 1 / rank, alpha / rank, alpha / rank**0.5, local / 2, local * 2} - {local}):
         yield MismatchHypothesis(
             f"They add the adapter with the factor {scale:g}, and the trainer with {local:g}, which is lora_alpha / r. "
-            "Let the servers read the adapter_config.json that is pushed.",
-            lambda scale=scale: _with_scale(driven, sample, layers, scale / local),
+            "Make sure that the servers read the adapter_config.json of the weight sync.",
+            lambda scale=scale: _with_scale(trainer, sample, layers, scale / local),
         )
 
 
-def _with_scale(driven: Trainer, sample: Sample, layers: list[Any], factor: float) -> Floats:
+def _with_scale(trainer: Trainer, sample: Sample, layers: list[Any], factor: float) -> Floats:
     original = [dict(layer.scaling) for layer in layers]
     try:
         for layer in layers:
             layer.scaling.update({name: scale * factor for name, scale in layer.scaling.items()})
-        return _compute_logprobs(driven, sample)
+        return _compute_logprobs(trainer, sample)
     finally:
         for layer, scaling in zip(layers, original, strict=True):
             layer.scaling.update(scaling)
 
 
-def previous_logprobs(driven: Trainer, told: OnlineConfig, sample: Sample) -> Floats | None:
+def previous_logprobs(trainer: Trainer, options: OnlineConfig, sample: Sample) -> Floats | None:
     """Return [M] logprobs of the previous version as it was pushed; None if it is not stored.
 
     Every rank must call this.
     """
-    with previous_weights(driven, told) as is_stored:
-        return _compute_logprobs(driven, sample) if is_stored else None
+    with previous_weights(trainer, options) as is_stored:
+        return _compute_logprobs(trainer, sample) if is_stored else None
 
 
 @contextmanager
-def previous_weights(driven: Trainer, told: OnlineConfig) -> Iterator[bool]:
+def previous_weights(trainer: Trainer, options: OnlineConfig) -> Iterator[bool]:
     """Load the previous version into the policy while entered; yield whether it is stored.
 
     Every rank must call this.
     """
-    pushed = previous_weights_file(driven, told)
-    if pushed is None or driven.ranks.sum(pushed[0].is_file()) != driven.ranks.world:
+    pushed = previous_weights_file(trainer, options)
+    if pushed is None or trainer.ranks.sum(pushed[0].is_file()) != trainer.ranks.world:
         yield False
         return
     path, name_of = pushed
     with (
-        _swap(driven.model, _read(path), name_of),
-        nullcontext() if told.sync == "lora" else adapters_off(driven.model),
+        _swap(trainer.model, _read(path), name_of),
+        nullcontext() if options.weight_sync == "lora" else adapters_off(trainer.model),
     ):
         yield True
 
 
-def _compute_logprobs(driven: Trainer, sample: Sample) -> Floats:
+def _compute_logprobs(trainer: Trainer, sample: Sample) -> Floats:
     """Return [M] logprobs of the model in its current state."""
-    return driven.measure(sample.step)
+    return trainer.compute_logprobs(sample.step)
 
 
 def _read_folder(folder: Path) -> Mapping[str, Any]:
@@ -487,14 +489,14 @@ def _fill(parameter: Any, value: Any) -> None:
 
 
 def _with(
-    driven: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str], merged: bool = False
+    trainer: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str], merged: bool = False
 ) -> Floats:
     """Return logprobs with weights that were pushed before; adapters are merged into them, or are these weights."""
-    with _swap(driven.model, weights, name_of), adapters_off(driven.model) if merged else nullcontext():
-        return _compute_logprobs(driven, sample)
+    with _swap(trainer.model, weights, name_of), adapters_off(trainer.model) if merged else nullcontext():
+        return _compute_logprobs(trainer, sample)
 
 
-def _with_head(driven: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str]) -> Floats:
+def _with_head(trainer: Trainer, sample: Sample, weights: Mapping[str, Any], name_of: Callable[[str], str]) -> Floats:
     """Return logprobs with only the output head of the previous version; a tied head is untied for this.
 
     Return NaN if the head is not tied, is sharded, or its old weights are missing.
@@ -502,7 +504,7 @@ def _with_head(driven: Trainer, sample: Sample, weights: Mapping[str, Any], name
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-    model = driven.model
+    model = trainer.model
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = [
         name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is embedding.weight
@@ -512,11 +514,11 @@ def _with_head(driven: Trainer, sample: Sample, weights: Mapping[str, Any], name
         return np.full(len(sample.step), np.nan, np.float32)
     try:
         head.weight = nn.Parameter(old.to(embedding.weight.device, embedding.weight.dtype), requires_grad=False)
-        return _compute_logprobs(driven, sample)
+        return _compute_logprobs(trainer, sample)
     finally:
         head.weight = embedding.weight
 
 
-def _without_adapters(driven: Trainer, sample: Sample) -> Floats:
-    with adapters_off(driven.model):
-        return _compute_logprobs(driven, sample)
+def _without_adapters(trainer: Trainer, sample: Sample) -> Floats:
+    with adapters_off(trainer.model):
+        return _compute_logprobs(trainer, sample)

@@ -1,4 +1,4 @@
-"""Options of an online run in addition to the training options; a run.toml keeps them under [online] and [play]."""
+"""Options of an online run in addition to the training options; a run.toml keeps them under [online] and [rollout]."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ IN_PROCESS = "in-process"
 class OnlineConfig:
     """Options of the online training loop.
 
-    `pack.step_groups` sets the groups per step, and `checkpoint.every` sets how often checkpoints are written.
+    `train.groups_per_step` sets the groups per step. `checkpoint.every_steps` sets how often checkpoints are written.
     """
 
     steps: int = 100
@@ -22,17 +22,17 @@ class OnlineConfig:
     """How many steps ahead of the trainer groups may be started; 0 alternates between rollout and training. It limits
     when groups start. It does not limit the age of a trained token: a group slower than others is trained on once it
     has finished, with its recorded logprobs, and `staleness_max` reports by how many versions."""
-    refill: int = 3
+    max_resample_factor: int = 3
     """Upper bound on the groups that a step consumes, as a multiple of its size. Extra groups replace those whose
     rewards are all equal, which have no gradient."""
     eval_every: int = 0
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
-    sync: Literal["file", "lora", "nccl"] = "file"
+    weight_sync: Literal["file", "lora", "nccl"] = "file"
     """How weights reach the servers. "file" writes all weights to a file. "lora" loads an adapter (`train.lora_rank`)
     under a new name for each version. "nccl" sends all weights from CUDA to CUDA; it has not run on two GPUs yet."""
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("refill", 1), ("steps_ahead", 0), ("eval_every", 0)):
+        for name, least in (("steps", 1), ("max_resample_factor", 1), ("steps_ahead", 0), ("eval_every", 0)):
             _require(getattr(self, name) >= least, f"online.{name}", getattr(self, name), f"at least {least}")
 
 
@@ -40,33 +40,35 @@ class OnlineConfig:
 class RolloutConfig:
     """Rollout options, with or without training."""
 
-    samples: int = 8
+    group_size: int = 8
     """Trajectories per task; together they are one group."""
     temperature: float = 1.0
     """Sampling temperature."""
-    ids: Literal["chat", "tokens"] = "chat"
-    """How a turn is sent to the servers. "chat" renders the whole conversation again each turn and works with any
-    agent. "tokens" sends token ids, so no sampled token is tokenised again; it needs servers with --enable-scale-out
-    and contracts that call `policy.chat`."""
+    input: Literal["messages", "token_ids"] = "messages"
+    """How a turn is sent to the servers. "messages" renders the whole conversation again each turn and works with any
+    agent. "token_ids" sends token ids, so no sampled token is tokenised again; it needs servers with --enable-scale-out
+    and agents that call `policy.chat`."""
     max_tokens: int = 1024
     """Maximum number of sampled tokens in one call."""
-    turns: int = 16
+    max_turns: int = 16
     """Maximum number of calls in one trajectory."""
-    seconds: float = 600.0
+    timeout_s: float = 600.0
     """Time limit of one trajectory, in seconds."""
-    patience: float = 900.0
+    stall_timeout_s: float = 900.0
     """The run stops after this many seconds without a finished group, and the error names the oldest trajectory."""
-    failures: int = 32
+    max_consecutive_failures: int = 32
     """The run stops after this many failed trajectories in a row, and the error contains the first traceback."""
 
     def __post_init__(self) -> None:
-        for name in ("samples", "max_tokens", "turns", "failures"):
-            _require(getattr(self, name) >= 1, f"play.{name}", getattr(self, name), "at least 1")
-        _require(self.ids in ("chat", "tokens"), "play.ids", self.ids, 'one of "chat" and "tokens"')
-        for name in ("temperature", "seconds", "patience"):
-            _require(0 < getattr(self, name) < float("inf"), f"play.{name}", getattr(self, name), "above 0, and finite")
+        for name in ("group_size", "max_tokens", "max_turns", "max_consecutive_failures"):
+            _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
+        _require(self.input in ("messages", "token_ids"), "rollout.input", self.input, '"messages" or "token_ids"')
+        for name in ("temperature", "timeout_s", "stall_timeout_s"):
+            _require(
+                0 < getattr(self, name) < float("inf"), f"rollout.{name}", getattr(self, name), "above 0, and finite"
+            )
 
 
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
-        raise ArgumentError(f"TG-ONLINE-021: {name} is {value!r}. A run with it would play nothing. It must be {rule}.")
+        raise ArgumentError(f"TG-ONLINE-021: {name} is {value!r}. It must be {rule}.")

@@ -1,6 +1,6 @@
 """Stop all ranks of a run together.
 
-The first rank decides. The other ranks check for its decision while they wait for the next line of the ledger.
+The first rank decides. The other ranks check for its decision while they wait for the next line of `steps.jsonl`.
 """
 
 import secrets
@@ -30,9 +30,9 @@ class RankSync:
     @classmethod
     def of(cls, ranks: Ranks, interrupt: Interrupt) -> "RankSync":
         """Create the object with a name shared by all ranks. Every rank must call this."""
-        return cls(ranks, interrupt, ranks.shared(secrets.token_hex(4)))
+        return cls(ranks, interrupt, ranks.broadcast(secrets.token_hex(4)))
 
-    def over(self) -> bool:
+    def should_stop(self) -> bool:
         """Return whether the run must end.
 
         The first rank decides: it ends the run if it or another rank has received a signal. The other ranks learn this
@@ -41,21 +41,21 @@ class RankSync:
         Raises:
             TracegradError: if another rank has reported an error.
         """
-        if message := self.ranks.heard():
-            raise TracegradError(f"TG-ONLINE-022: {message} This rank stops with it.")
+        if message := self.ranks.stop_message():
+            raise TracegradError(f"TG-ONLINE-022: {message} This rank stops too.")
         signalled = self.interrupt.received is not None
         if self.ranks.first:
-            return signalled or self.ranks.finds_word(f"signal {self.name}")
+            return signalled or self.ranks.has_flag(f"signal {self.name}")
         if signalled:
-            self.ranks.leave_word(f"signal {self.name}")
-        return self.ranks.finds_word(f"over {self.name}")
+            self.ranks.set_flag(f"signal {self.name}")
+        return self.ranks.has_flag(f"over {self.name}")
 
-    def end(self) -> None:
+    def publish_end(self) -> None:
         """Let the first rank publish that no step follows."""
         if self.ranks.first:
-            self.ranks.leave_word(f"over {self.name}")
+            self.ranks.set_flag(f"over {self.name}")
 
-    def first(self) -> AbstractContextManager[None]:
+    def propagate_error(self) -> AbstractContextManager[None]:
         """Return `propagate_error` for these ranks."""
         return propagate_error(self.ranks)
 
@@ -67,5 +67,5 @@ def propagate_error(ranks: Ranks) -> Iterator[None]:
         yield
     except BaseException as error:
         if ranks.first:
-            ranks.tell(f"{type(error).__name__}: {error}"[:2000])
+            ranks.publish_stop(f"{type(error).__name__}: {error}"[:2000])
         raise

@@ -24,19 +24,19 @@ class RunState:
 
     Args:
         version: policy version that each of `servers` has.
-        coming: version that a running weight sync sends; otherwise equal to `version`.
-        taken: completed steps whose weights have been pushed.
+        next_version: version that a running weight sync sends; otherwise equal to `version`.
+        steps_done: completed steps whose weights have been pushed.
         servers: URLs that accept requests.
         model: model name of the policy on the servers.
-        over: whether the run has ended and rollouts must stop.
+        is_finished: whether the run has ended and rollouts must stop.
     """
 
     version: int = 0
-    coming: int = 0
-    taken: int = 0
+    next_version: int = 0
+    steps_done: int = 0
     servers: tuple[str, ...] = ()
     model: str = ""
-    over: bool = False
+    is_finished: bool = False
 
     def write(self, folder: Path) -> None:
         """Write state.json in the folder of the run, replacing an existing one."""
@@ -45,7 +45,7 @@ class RunState:
     @classmethod
     def reopen(cls, folder: Path) -> None:
         """Delete a state.json that marks the run as ended: it is resumed, and its collectors wait for a new one."""
-        if (state := cls.read(folder)) is not None and state.over:
+        if (state := cls.read(folder)) is not None and state.is_finished:
             (folder / NAME).unlink()
 
     @classmethod
@@ -60,13 +60,15 @@ class RunState:
             return None
         try:
             record = json.loads(read_text(path, MOST_BYTES))
-            counts = {name: count(record[name]) for name in ("version", "coming", "taken")}
+            counts = {name: count(record[name]) for name in ("version", "next_version", "steps_done")}
             servers = tuple(map(text, record["servers"]))
-            return cls(**counts, servers=servers, model=text(record["model"]), over=record["over"] is True)
+            return cls(
+                **counts, servers=servers, model=text(record["model"]), is_finished=record["is_finished"] is True
+            )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
-                f"TG-ONLINE-025: {path}: not the state of a run ({str(error)[:80]!r}). Which weights serve is not "
-                "known. Start the trainer again, which writes it anew."
+                f"TG-ONLINE-025: {path}: not the state of a run ({str(error)[:80]!r}), so the servers' version is "
+                "unknown. Restart the trainer to write the file again."
             ) from error
 
 
@@ -81,19 +83,19 @@ class RemoteCollectors:
     """Stand-in for `Collector` in the training loop if collectors in other processes do the rollouts.
 
     Args:
-        link: connection to the servers.
-        pace: limit on started groups of the run; each collector applies its share of it.
+        server_pool: connection to the servers.
+        staleness_limit: limit on started groups of the run; each collector applies its share of it.
         folder: rollout folder that the collectors write to.
-        patience: seconds without a new group after which the run stops.
+        stall_timeout_s: seconds without a new group after which the run stops.
         state: first state that is published to the collectors.
     """
 
-    link: ServerPool
-    pace: StalenessLimit
+    server_pool: ServerPool
+    staleness_limit: StalenessLimit
     folder: Path
-    patience: float
+    stall_timeout_s: float
     state: RunState = field(default_factory=RunState)
-    failing: ClassVar[None] = None
+    fatal_error: ClassVar[None] = None
     """Always None: remote collectors stop by themselves after too many failures in a row."""
 
     def __post_init__(self) -> None:
@@ -101,11 +103,11 @@ class RemoteCollectors:
         self.finished_at = time.monotonic()
         self._size = -1
         self._looked_at = time.monotonic()
-        self._playing = False
-        self.link.told = self._weights
+        self._started = False
+        self.server_pool.on_change = self._weights
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every collector has reported that it has no more tasks."""
         matches = [match for path in self.folder.glob("*.ended") if (match := ENDED.fullmatch(path.name))]
         return any(
@@ -116,56 +118,64 @@ class RemoteCollectors:
     @property
     def retried(self) -> int:
         """Requests that the trainer sent to the servers again; collectors count their own."""
-        return self.link.servers.retried
+        return self.server_pool.servers.retried
 
     def check(self) -> None:
-        """Raise the error that ended the link, or an error if the folder has not grown for `patience` seconds."""
-        self.link.check()
+        """Raise the error that ended the thread of the servers, or an error if rollouts have stalled.
+
+        Rollouts have stalled if the folder has not grown for `stall_timeout_s` seconds.
+        """
+        self.server_pool.check()
         if time.monotonic() - self._looked_at > LOOK_S:
             self._looked_at = time.monotonic()
             with suppress(Interrupted):
-                self.link.run(self._look)
+                self.server_pool.run(self._look)
         size = sum(path.stat().st_size for path in self.folder.glob("*.jsonl.zst"))
         if size != self._size:
             self._size, self.finished_at = size, time.monotonic()
         idle = time.monotonic() - self.finished_at
-        if self._playing and idle > self.patience:
+        if self._started and idle > self.stall_timeout_s:
             raise TracegradError(
-                f"TG-ONLINE-026: {self.folder}: no group has come for {idle:.0f} s. The trainer would wait for ever. "
-                "Look whether the collectors run and what they say, or raise play.patience."
+                f"TG-ONLINE-026: {self.folder}: no new group for {idle:.0f} s. Check whether the collectors run, read "
+                "their output, or raise rollout.stall_timeout_s."
             )
 
     def wait(self, seconds: float) -> None:
         """Sleep for this many seconds: new groups of other processes are only visible in the folder."""
         time.sleep(seconds)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Publish the state, which lets collectors start."""
-        self._playing, self.finished_at = True, time.monotonic()
-        self._tell(model=self.link.servers.model)
+        self._started, self.finished_at = True, time.monotonic()
+        self._publish(model=self.server_pool.servers.model)
 
-    def step_taken(self, steps: int) -> None:
+    def set_steps_done(self, steps: int) -> None:
         """Publish that this many steps are done and their weights pushed."""
         self.finished_at = time.monotonic()
-        self._tell(taken=steps)
+        self._publish(steps_done=steps)
 
     def end(self) -> None:
         """Publish that the run has ended and rollouts must stop."""
-        self._tell(over=True)
+        self._publish(is_finished=True)
 
     async def _look(self, servers: Any, _: Any) -> None:
-        """Stop using servers that are gone or were restarted, so that they get the weights once they answer again."""
+        """Suspend servers that do not answer or were restarted, so that they get the weights once they answer again."""
         for url in servers.urls:
-            info = await servers.ask(url, "/weight_info", method="GET")
+            info = await servers.request(url, "/weight_info", method="GET")
             version = info.body.get("weight_version") if info.ok and isinstance(info.body, dict) else None
             if info.status == 0 or version not in (None, str(self.state.version)):
-                servers.leave_out(url, f"it says that it has version {version}")
+                servers.suspend(url, f"it reports version {version}")
 
-    def _weights(self, link: ServerPool, pushed: Any) -> None:
-        servers = self.state.servers if pushed is None else tuple(pushed.ok)
-        self._tell(version=link.version, coming=link.coming, servers=servers, model=link.servers.model)
+    def _weights(self, server_pool: ServerPool, sync_result: Any) -> None:
+        servers = self.state.servers if sync_result is None else tuple(sync_result.updated)
+        self._publish(
+            version=server_pool.version,
+            next_version=server_pool.next_version,
+            servers=servers,
+            model=server_pool.servers.model,
+        )
 
-    def _tell(self, **changed: Any) -> None:
+    def _publish(self, **changed: Any) -> None:
         self.state = replace(self.state, **changed)
-        if self._playing:
+        if self._started:
             self.state.write(self.folder.parent)

@@ -18,7 +18,7 @@ def tool_metrics(traces: Iterable[Trace]) -> dict[str, float]:
         return {}
     calls = [sum(count for kind, count in outcomes.items() if kind not in _ADDITIONAL) for outcomes in counts]
     failed = [total - outcomes.get(_CALLED, 0) for total, outcomes in zip(calls, counts, strict=True)]
-    return metrics.tools(calls, failed).named()
+    return metrics.tools(calls, failed).values()
 
 
 def logged_metrics(traces: Iterable[Trace]) -> dict[str, float]:
@@ -35,13 +35,13 @@ def mean_of(metadata: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {name: math.fsum(logged) / len(logged) for name, logged in values.items() if logged}
 
 
-def add_logged_metrics(row: Mapping[str, Any], said: Mapping[str, float]) -> dict[str, Any]:
+def add_logged_metrics(row: Mapping[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
     """Return the row with logged values added; a name already in the row gets the prefix `log_metric/`.
 
     >>> add_logged_metrics({"loss": 0.5}, {"loss": 2.0, "accuracy": 1.0})
     {'loss': 0.5, 'log_metric/loss': 2.0, 'accuracy': 1.0}
     """
-    return {**row, **{f"log_metric/{name}" if name in row else name: value for name, value in said.items()}}
+    return {**row, **{f"log_metric/{name}" if name in row else name: value for name, value in logged.items()}}
 
 
 def _metadata(trace: Trace) -> Mapping[str, Any]:

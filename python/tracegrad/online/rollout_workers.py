@@ -45,27 +45,27 @@ class GroupScore:
     def __init__(self, functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None) -> None:
         self.rewards = Rewards(functions, weights)
 
-    def prepare(self, played: Sequence[RolloutResult]) -> None:
+    def prepare(self, rollouts: Sequence[RolloutResult]) -> None:
         """Set `reward` to unknown until it is scored, and move a reward that the rollout returned to `own`."""
-        for rollout in played:
+        for rollout in rollouts:
             if rollout.error is None:
                 own = {} if rollout.record.get("reward") is None else {"own": rollout.record["reward"]}
                 rollout.record["rewards"] = {**(rollout.record.get("rewards") or {}), **own}
                 rollout.record["reward"] = None
 
-    async def __call__(self, played: Sequence[RolloutResult]) -> list[dict[str, Failure]]:
+    async def __call__(self, rollouts: Sequence[RolloutResult]) -> list[dict[str, Failure]]:
         """Set `reward`, the weighted sum, and `rewards`, one per function, in the records that did not fail.
 
         Returns:
-            for each of `played`, the functions that failed and why; also stored in its record as
+            for each of `rollouts`, the functions that failed and why; also stored in its record as
                 `metadata.reward_failures`.
         """
-        failures: list[dict[str, Failure]] = [{} for _ in played]
-        rows = [row for row, rollout in enumerate(played) if rollout.error is None]
+        failures: list[dict[str, Failure]] = [{} for _ in rollouts]
+        rows = [row for row, rollout in enumerate(rollouts) if rollout.error is None]
         if not rows:
             return failures
-        tasks = [played[row].task for row in rows]
-        prompts, completions = [played[row].prompt for row in rows], [played[row].completion for row in rows]
+        tasks = [rollouts[row].task for row in rows]
+        prompts, completions = [rollouts[row].prompt for row in rows], [rollouts[row].completion for row in rows]
         if all(isinstance(_prompt(task), str) for task in tasks):
             prompts, completions = (
                 list(map(_prompt, tasks)),
@@ -74,9 +74,9 @@ class GroupScore:
         columns = columns_of(tasks, _PROMPTS) if all(isinstance(task, Mapping) for task in tasks) else {}
         scores = await self.rewards.score(prompts, completions, columns)
         if scores.metrics:
-            _add_metadata(played[rows[0]].record, {"log_metric": scores.metrics})
+            _add_metadata(rollouts[rows[0]].record, {"log_metric": scores.metrics})
         for index, row in enumerate(rows):
-            record, total = played[row].record, float(scores.total[index])
+            record, total = rollouts[row].record, float(scores.total[index])
             record["reward"] = None if math.isnan(total) else total
             record["rewards"] = {**(record.get("rewards") or {}), **scores.row(index)}
             if scores.extra:
@@ -114,13 +114,13 @@ class RolloutSpec:
     """How a task is rolled out and scored.
 
     Args:
-        plays: agent, environment or function that does a rollout.
+        agent: agent, environment or function that does a rollout.
         rewards: functions that score complete groups afterwards; None if the rollout returns its own reward.
         weights: weights of the functions.
         by_address: whether the rollout may use its own client, which then gets a recording address.
     """
 
-    plays: Any
+    agent: Any
     rewards: Any = None
     weights: Sequence[float] | None = None
     by_address: bool = False
@@ -129,11 +129,11 @@ class RolloutSpec:
     def of(
         cls, *, agent: Any, environment: Any, tools: Any, rewards: Any, weights: Sequence[float] | None = None
     ) -> "RolloutSpec":
-        """Create a contract from the arguments of `train`."""
+        """Create a specification from the arguments of `train`."""
         names = [name for name, value in (("agent", agent), ("environment", environment), ("tools", tools)) if value]
         if len(names) > 1:
             raise ArgumentError(
-                f"TG-ONLINE-027: {names[0]} and {names[1]} are both given. Each says how a task is played. Pass one."
+                f"TG-ONLINE-027: {names[0]} and {names[1]} are both set. Each defines the rollout of a task. Pass one."
             )
         if agent is not None:
             return cls(agent, rewards, weights, by_address=True)
@@ -141,8 +141,8 @@ class RolloutSpec:
             return cls(environment, rewards, weights)
         if not rewards:
             raise ArgumentError(
-                "TG-ONLINE-028: neither an agent, an environment nor rewards are given. What is good would not be "
-                "known. Give one of them."
+                "TG-ONLINE-028: agent, environment and rewards are all missing, so trajectories would have no reward. "
+                "Pass one of them."
             )
         return cls(with_tools(tools) if tools else one_turn(), rewards, weights)
 
@@ -150,18 +150,18 @@ class RolloutSpec:
         self,
         stack: ExitStack,
         tasks: Iterator[tuple[int, Any]],
-        link: ServerPool,
+        server_pool: ServerPool,
         folder: Path | None,
-        pace: GroupLimit,
-        play: RolloutConfig,
+        staleness_limit: GroupLimit,
+        rollout: RolloutConfig,
         **more: Any,
     ) -> Collector:
-        """Build the collector of this contract.
+        """Build the collector for this specification.
 
         Args:
-            stack: closes the file and stops the processes of the reward functions. Enter the link after this call, so
-                that rollouts end first.
-            tasks, link, pace, play, more: fields of the `Collector`.
+            stack: closes the file and stops the processes of the reward functions. Enter `server_pool` after this
+                call, so that rollouts end first.
+            tasks, server_pool, staleness_limit, rollout, more: fields of the `Collector`.
             folder: rollout folder; None for a collector that only evaluates.
         """
         writer = unscored = None
@@ -174,10 +174,10 @@ class RolloutSpec:
             stack.callback(score.close)
             if folder is not None:
                 unscored = UnscoredGroups(folder.parent)
-                if kept := len(unscored.groups):
-                    link.say(f"scoring  {kept:,} groups in {unscored.folder} were played before and not scored")
+                if stored := len(unscored.groups):
+                    server_pool.log(f"scoring  {stored:,} groups in {unscored.folder} that were not scored yet")
         more |= {"score": score, "unscored": unscored, "by_address": self.by_address}
-        return Collector(self.plays, tasks, link, writer, pace, play, **more)
+        return Collector(self.agent, tasks, server_pool, writer, staleness_limit, rollout, **more)
 
 
 @dataclass(frozen=True)
@@ -196,11 +196,11 @@ class Evaluation:
 
     def __call__(self, step: int) -> dict[str, Any]:
         """Run an evaluation and return its metrics: mean reward with a 95 % interval, and logged values."""
-        rollouts = self.collector.evaluate(self.collector.contract, self.tasks, f"evaluation-{step}")
+        rollouts = self.collector.evaluate(self.collector.agent, self.tasks, f"evaluation-{step}")
         records = [rollout.record for rollout in rollouts]
         with GroupWriter(self.folder) as writer:
             writer.write(records)
-        rewards = self.collector.signal.of_records(records)
+        rewards = self.collector.group_filter.rewards_of_records(records)
         rewards = rewards[~np.isnan(rewards)]
         mean = float(rewards.mean()) if len(rewards) else math.nan
         error = 1.96 * float(rewards.std(ddof=1)) / math.sqrt(len(rewards)) if len(rewards) > 1 else math.nan
@@ -211,51 +211,65 @@ class Evaluation:
 
 def build_rollout_workers(
     stack: ExitStack,
-    contract: RolloutSpec | None,
+    rollout_spec: RolloutSpec | None,
     tasks: Iterable[Any] | None,
     evaluation: Sequence[Any],
     *,
     out: Path,
-    link: ServerPool,
+    server_pool: ServerPool,
     state: RunState,
     config: Config,
     options: OnlineConfig,
-    play: RolloutConfig,
+    rollout: RolloutConfig,
     tokenizer: Tokenizer,
 ) -> tuple[Collector | RemoteCollectors, Evaluation | None]:
-    """Build the source of rollouts and the evaluation of a trainer; enter the link after this call.
+    """Build the source of rollouts and the evaluation of a trainer; enter `server_pool` after this call.
 
     Args:
         stack: closes them.
-        contract: None if this process does no rollouts, not even for an evaluation.
+        rollout_spec: None if this process does no rollouts, not even for an evaluation.
         tasks: None if collectors in other processes do the rollouts.
         evaluation: tasks of the evaluation; empty for no evaluation.
         out: folder of the run.
-        link: connection to the servers.
+        server_pool: connection to the servers.
         state: state that is published to remote collectors.
-        config, options, play: options of the run.
+        config, options, rollout: options of the run.
         tokenizer: tokenizer of the policy.
     """
-    folder, signal, pace = out / buffer.ROLLOUT_FOLDER, GroupFilter.of(config), staleness_limit_of(config, options)
+    folder, group_filter, staleness_limit = (
+        out / buffer.ROLLOUT_FOLDER,
+        GroupFilter.of(config),
+        staleness_limit_of(config, options),
+    )
     collector, evaluate = None, None
-    if contract is not None:
-        done, counts = count_groups_on_disk(GroupReader(folder), signal)
+    if rollout_spec is not None:
+        done, counts = count_groups_on_disk(GroupReader(folder), group_filter)
         numbered = Tasks(iter(()) if tasks is None else tasks, config.train.seed).after(done)
-        settings = {"signal": signal, "counts": counts, "taken": state.taken, "tokenizer": tokenizer}
-        collector = contract.collector(stack, numbered, link, None if tasks is None else folder, pace, play, **settings)
+        collector = rollout_spec.collector(
+            stack,
+            numbered,
+            server_pool,
+            None if tasks is None else folder,
+            staleness_limit,
+            rollout,
+            group_filter=group_filter,
+            counts=counts,
+            steps_done=state.steps_done,
+            tokenizer=tokenizer,
+        )
         evaluate = Evaluation(collector, evaluation, out / "evaluation") if len(evaluation) else None
     if collector is not None and tasks is not None:
         return collector, evaluate
     folder.mkdir(parents=True, exist_ok=True)
     RunState.reopen(out)
-    elsewhere = RemoteCollectors(link, pace, folder, play.patience, state)
-    stack.callback(elsewhere.end)
-    return elsewhere, evaluate
+    remote = RemoteCollectors(server_pool, staleness_limit, folder, rollout.stall_timeout_s, state)
+    stack.callback(remote.end)
+    return remote, evaluate
 
 
 def staleness_limit_of(config: Config, options: OnlineConfig) -> StalenessLimit:
     """Return the limit on started groups of a run."""
-    return StalenessLimit(config.pack.step_groups, options.steps_ahead, options.refill, options.steps)
+    return StalenessLimit(config.train.groups_per_step, options.steps_ahead, options.max_resample_factor, options.steps)
 
 
 def _close_writer(writer: GroupWriter) -> None:

@@ -26,20 +26,20 @@ class RunInfo:
     Args:
         model: folder of the initial model.
         objective: `repr` of the objective.
-        online, play: options of the run.
+        online, rollout: options of the run.
         engine: vLLM's engine arguments, as far as the trainer has them.
     """
 
     model: str
     objective: str
     online: OnlineConfig
-    play: RolloutConfig
+    rollout: RolloutConfig
     engine: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, out: Path, config: Config) -> None:
         """Write run.json in the folder of the run, replacing an existing one."""
         record = {"model": self.model, "objective": self.objective, "online": asdict(self.online)}
-        record |= {"play": asdict(self.play), "engine": dict(self.engine), "config": as_dict(config)}
+        record |= {"rollout": asdict(self.rollout), "engine": dict(self.engine), "config": as_dict(config)}
         write_bytes(out / NAME, [(json.dumps(record, indent=1, default=str) + "\n").encode()])
 
     @classmethod
@@ -52,10 +52,10 @@ class RunInfo:
         content = read_text(out / NAME, MOST_BYTES)
         try:
             record = json.loads(content)
-            online, play = OnlineConfig(**record["online"]), RolloutConfig(**record["play"])
-            return cls(text(record["model"]), text(record["objective"]), online, play, dict(record["engine"]))
+            online, rollout = OnlineConfig(**record["online"]), RolloutConfig(**record["rollout"])
+            return cls(text(record["model"]), text(record["objective"]), online, rollout, dict(record["engine"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise FormatError(
-                f"TG-ONLINE-029: {out / NAME}: not what a trainer writes ({str(error)[:80]!r}). What the run was told "
-                "is not known. Copy it again, or start the trainer again, which writes it anew."
+                f"TG-ONLINE-029: {out / NAME}: not the settings of a run ({str(error)[:80]!r}). Copy the file again, "
+                "or restart the trainer to write it again."
             ) from error

@@ -15,27 +15,27 @@ from tracegrad.errors import ArgumentError, ServerError, TracegradError
 from tracegrad.rollout.progress import Progress
 
 T = TypeVar("T")
-PATIENCE_S = 10
+WARN_AFTER_S = 10
 """Seconds without an answer and without a reachable server after which a line is printed."""
 
 
 class Interrupted(Exception):
-    """A signal came, so a request to the servers was cancelled."""
+    """Cancellation of a request to the servers by a signal."""
 
 
 class ServerPool:
     """Thread that keeps the pool of servers open; a context manager.
 
-    `version` is the version of the weights that every server has. `coming` is the version that a running weight sync
-    sends, otherwise the same.
+    `version` is the version of the weights that every server has. `next_version` is the version that a running weight
+    sync sends; otherwise it equals `version`.
 
     Args:
         servers: creates the pool; an async context manager.
         sync: creates the weight-sync backend for the pool.
         version: policy version that the servers get first.
-        told: called when `version` or `coming` has changed, with the result of a weight sync or None.
-        ended: returns why the servers cannot come back, if that is known, as for a server started here; else None.
-        say: receives a line while no server is reachable and an answer is pending, and lines from rollouts here.
+        on_change: called when `version` or `next_version` has changed, with the result of a weight sync or None.
+        end_reason: returns why the servers have ended permanently, or None. Only a server started here has a reason.
+        log: receives a line while no server is reachable and an answer is pending, and lines from rollouts here.
     """
 
     def __init__(
@@ -43,27 +43,27 @@ class ServerPool:
         servers: Callable[[], Any],
         sync: Callable[[Any], Any] = lambda servers: None,
         version: int = 0,
-        told: "Callable[[ServerPool, Any], None]" = lambda link, pushed: None,
-        ended: Callable[[], str | None] = lambda: None,
-        say: Callable[[str], None] = print,
+        on_change: "Callable[[ServerPool, Any], None]" = lambda server_pool, sync_result: None,
+        end_reason: Callable[[], str | None] = lambda: None,
+        log: Callable[[str], None] = print,
     ) -> None:
-        self.version = self.coming = version
-        self.told = told
+        self.version = self.next_version = version
+        self.on_change = on_change
         self.servers: Any = None
         self.sync: Any = None
         self.news = threading.Event()
-        """Set when a group has finished, when the tasks have ended, and when the thread ends."""
+        """Set when a group has finished, when all tasks are used, and when the thread ends."""
         self.stack = AsyncExitStack()
         self.error: BaseException | None = None
         self.interrupted: Callable[[], bool] = lambda: False
-        """Returns whether a signal has come; unreachable servers are then not waited for."""
-        self.asked_s = self.gone_s = 0.0
+        """Returns whether a signal was received; then the pool does not wait for unreachable servers."""
+        self.wait_s = self.unreachable_s = 0.0
         """Seconds that the trainer waited for answers, and the part of them without a reachable server."""
         self._make_servers, self._make_sync = servers, sync
-        self._ended, self.say = ended, say
+        self._ended, self.log = end_reason, log
         self._loop = asyncio.new_event_loop()
         self._open = threading.Event()
-        self._stopping, self._wanted = asyncio.Event(), asyncio.Event()
+        self._stopping, self._work_set = asyncio.Event(), asyncio.Event()
         self._work: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._thread = threading.Thread(target=self._run, name="tracegrad-servers", daemon=True)
 
@@ -76,7 +76,7 @@ class ServerPool:
 
     def __exit__(self, *_: object) -> None:
         """Stop the thread and cancel its work."""
-        self.soon(self._stopping.set)
+        self.call_soon(self._stopping.set)
         self._thread.join(30)
 
     def check(self) -> None:
@@ -92,9 +92,9 @@ class ServerPool:
         self.news.clear()
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine in the loop until the link ends; if it raises, the link ends and `check` raises the error."""
+        """Run a coroutine in the loop until the pool ends; if it raises, the pool ends and `check` raises the error."""
         self._work = work
-        self.soon(self._wanted.set)
+        self.call_soon(self._work_set.set)
 
     def run(
         self,
@@ -116,54 +116,54 @@ class ServerPool:
             self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         started_at = last_at = time.monotonic()
-        lines, has_warned = Progress(self.say), False
+        lines, has_warned = Progress(self.log), False
         try:
             while not futures.wait([future], timeout=1.0).done:
                 unreachable, now = self._unreachable_reason(), time.monotonic()
-                self.gone_s += now - last_at if unreachable else 0.0
+                self.unreachable_s += now - last_at if unreachable else 0.0
                 last_at = now
                 if self.interrupted() and (unreachable or progress is not None):
                     raise Interrupted
-                if unreachable and not has_warned and now - started_at >= PATIENCE_S:
+                if unreachable and not has_warned and now - started_at >= WARN_AFTER_S:
                     has_warned = True
-                    self.say(f"server   none can be asked, and one that comes back is waited for: {unreachable}")
+                    self.log(f"server   no server is reachable; waiting for one: {unreachable}")
                 if progress is not None:
                     lines.tick(progress)
                 self.check()
                 if not self._thread.is_alive():
                     raise TracegradError(
-                        "TG-ONLINE-030: what plays has ended. The servers cannot be asked. Start the run again."
+                        "TG-ONLINE-030: the thread that sends requests to the servers has ended. Resume the run."
                     )
         except BaseException:
             future.cancel()
             raise
         finally:
-            self.asked_s += time.monotonic() - started_at
+            self.wait_s += time.monotonic() - started_at
         return future.result()
 
-    def _unreachable_reason(self) -> str:
-        """Return why none of the servers is reachable; "" if one is."""
+    def _unreachable_reason(self) -> str | None:
+        """Return why none of the servers is reachable; None if one is."""
         rows = self.servers.state()
         if not all(row["out"] or row["evicted"] for row in rows):
-            return ""
+            return None
         return "; ".join(f"{row['url']}: {row['out'] or row['evicted']}" for row in rows)
 
-    def push(self, weights: Any, version: int) -> Any:
+    def sync_weights(self, weights: Any, version: int) -> Any:
         """Sync weights to all servers; calls in flight are sampled by two versions."""
 
         async def push(_: Any, sync: Any) -> Any:
-            self.coming = version
-            self.told(self, None)
+            self.next_version = version
+            self.on_change(self, None)
             try:
                 result = await sync.push(weights, version)
             finally:
                 self.version = version
-            self.told(self, result)
+            self.on_change(self, result)
             return result
 
         return self.run(push)
 
-    def soon(self, what: Callable[[], object]) -> None:
+    def call_soon(self, what: Callable[[], object]) -> None:
         """Schedule a function in the loop; if the loop has ended, `check` raises the cause."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(what)
@@ -190,7 +190,7 @@ class ServerPool:
             self._open.set()
             stop = asyncio.create_task(self._stopping.wait())
             try:
-                await _race(stop, asyncio.create_task(self._wanted.wait()))
+                await _race(stop, asyncio.create_task(self._work_set.wait()))
                 if self._work is not None and not stop.done():
                     await _race(stop, asyncio.create_task(self._work()))
             finally:
@@ -198,7 +198,7 @@ class ServerPool:
 
 
 async def _race(stop: asyncio.Task[Any], other: asyncio.Task[Any]) -> None:
-    """Wait until one task is done, then return or raise the result of `other`, or cancel it if `stop` came first."""
+    """Wait until one task is done; raise the error of `other`, or cancel it if `stop` was done first."""
     await asyncio.wait({stop, other}, return_when=asyncio.FIRST_COMPLETED)
     if other.done():
         other.result()
@@ -213,12 +213,12 @@ async def model_of(servers: Any) -> str:
     Raises:
         ArgumentError: if a server lists no model, or the servers list different ones.
     """
-    answers = await servers.each("/v1/models", method="GET")
+    answers = await servers.request_all("/v1/models", method="GET")
     names = [_first_model(url, answer) for url, answer in zip(servers.urls, answers, strict=True)]
     if len(set(names)) > 1:
         raise ArgumentError(
-            f"TG-ONLINE-031: the servers list {', '.join(map(repr, names))} first. They would be asked for one name. "
-            "Start all with the same --served-model-name."
+            f"TG-ONLINE-031: the first models of the servers are {', '.join(map(repr, names))}, but requests use one "
+            "name. Start all servers with the same --served-model-name."
         )
     return names[0]
 
@@ -228,6 +228,6 @@ def _first_model(url: str, answer: Any) -> str:
         return str(answer.body["data"][0]["id"])
     except (KeyError, IndexError, TypeError) as error:
         raise ArgumentError(
-            f"TG-ONLINE-032: {url} lists no model under /v1/models ({answer.words}). What to ask it for is not known. "
-            "Look at its log, and whether the URL is right."
+            f"TG-ONLINE-032: {url} lists no model under /v1/models ({answer.words}). Check the URL and the server's "
+            "log."
         ) from error

@@ -19,47 +19,47 @@ FOLDER = "weights"
 NAME = "policy"
 
 
-def weight_sync_backend(driven: Trainer, told: OnlineConfig) -> Callable[[Any], Any]:
+def weight_sync_backend(trainer: Trainer, options: OnlineConfig) -> Callable[[Any], Any]:
     """Return a function that creates the weight-sync backend for the servers of a run."""
-    folder = driven.out / FOLDER
-    if told.sync == "file":
+    folder = trainer.out / FOLDER
+    if options.weight_sync == "file":
         for left in (*folder.glob("weights-*.safetensors"), *folder.glob(".weights-*.safetensors.*")):
             left.unlink(missing_ok=True)  # left by a killed run
         return lambda servers: File(servers, folder)
-    if told.sync == "nccl":
-        _check_device(driven)
+    if options.weight_sync == "nccl":
+        _check_device(trainer)
         return Nccl
-    if not has_adapters(driven.model):
+    if not has_adapters(trainer.model):
         raise ArgumentError(
-            "TG-ONLINE-033: online.sync is 'lora', and the model has no adapters. There would be nothing to push. Set "
-            "train.lora_rank, or use online.sync 'file'."
+            "TG-ONLINE-033: online.weight_sync is 'lora', but the model has no adapters. Set train.lora_rank, or set "
+            "online.weight_sync to 'file'."
         )
     shutil.rmtree(folder, ignore_errors=True)  # files of a killed run have other names
-    config = driven.model.peft_config[driven.model.active_adapter].to_dict()
+    config = trainer.model.peft_config[trainer.model.active_adapter].to_dict()
     # Other runs may use the same servers, whose caches are keyed by adapter name.
     name = f"{NAME}-{secrets.token_hex(4)}"
-    return lambda servers: Lora(servers, folder, config=config, name=name, keep=adapters_kept(told))
+    return lambda servers: Lora(servers, folder, config=config, name=name, keep=adapters_kept(options))
 
 
-def weights_of(driven: Trainer, told: OnlineConfig) -> Mapping[str, Any]:
+def weights_of(trainer: Trainer, options: OnlineConfig) -> Mapping[str, Any]:
     """Return the weights to push, complete on the first rank. Every rank must call this."""
-    if told.sync == "lora":
-        return driven.weights(adapters="alone")
-    return driven.weights(device=None if told.sync == "nccl" else "cpu")
+    if options.weight_sync == "lora":
+        return trainer.weights(adapters="alone")
+    return trainer.weights(device=None if options.weight_sync == "nccl" else "cpu")
 
 
-def adapters_kept(told: OnlineConfig) -> int:
+def adapters_kept(options: OnlineConfig) -> int:
     """Return how many adapters the servers need at once: the newest, those of `steps_ahead`, and one to load."""
-    return told.steps_ahead + 2
+    return options.steps_ahead + 2
 
 
-def previous_weights_file(driven: Trainer, told: OnlineConfig) -> tuple[Path, Callable[[str], str]] | None:
+def previous_weights_file(trainer: Trainer, options: OnlineConfig) -> tuple[Path, Callable[[str], str]] | None:
     """Return the file of the last weight sync and a map from parameter names to its names; None if it is gone."""
-    version = driven.taken - 1
-    if told.sync == "lora":
-        paths = list((driven.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
+    version = trainer.steps_done - 1
+    if options.weight_sync == "lora":
+        paths = list((trainer.out / FOLDER).glob(f"{NAME}-*-v{version}/adapter_model.safetensors"))
         return (paths[0], _of_adapter) if paths else None
-    path = driven.out / FOLDER / f"weights-{version:08d}.safetensors"
+    path = trainer.out / FOLDER / f"weights-{version:08d}.safetensors"
     return (path, base_parameter_name) if path.is_file() else None
 
 
@@ -74,12 +74,12 @@ def base_parameter_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
-def _check_device(driven: Trainer) -> None:
-    device = driven.target.device
+def _check_device(trainer: Trainer) -> None:
+    device = trainer.target.device
     if device.type != "cuda":
         raise ArgumentError(
-            f"TG-ONLINE-034: online.sync is 'nccl', and the policy is trained on {device}. NCCL sends from one CUDA "
-            "device to another, and no server would get anything. Use online.sync 'file'."
+            f"TG-ONLINE-034: online.weight_sync is 'nccl', but the policy is trained on {device}. NCCL sends only from "
+            "one CUDA device to another. Set online.weight_sync to 'file'."
         )
 
 
@@ -90,10 +90,10 @@ def open_servers(
     key: str | None,
     python: str | None,
     engine: Mapping[str, Any],
-    told: OnlineConfig,
-    play: RolloutConfig,
+    options: OnlineConfig,
+    rollout: RolloutConfig,
     out: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     rank: int = 0,
 ) -> Iterator[tuple[Callable[[], Any], Mapping[str, Any], Callable[[], str | None]]]:
     """Open the servers of a run.
@@ -112,18 +112,20 @@ def open_servers(
     for name, instead in (("api_key", "Pass key (key_file)"), ("hf_token", "Set HF_TOKEN in the environment")):
         if isinstance(engine.get(name), (str, list, tuple)):
             raise ArgumentError(
-                f"TG-ONLINE-035: engine.{name} would stand in command lines and in run.json. {instead}."
+                f"TG-ONLINE-035: engine.{name} would be visible in command lines and in run.json. {instead}."
             )
     # Processed logprobs include the temperature of each request, as the trainer's do.
     arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
-    adapters: dict[str, Any] = {"versions": adapters_kept(told), "rank": rank} if told.sync == "lora" else {}
+    adapters: dict[str, Any] = (
+        {"versions": adapters_kept(options), "rank": rank} if options.weight_sync == "lora" else {}
+    )
     if urls == IN_PROCESS or list(urls) == [IN_PROCESS]:
-        with _in_process(model, arguments, adapters, python, told) as make_servers:
+        with _in_process(model, arguments, adapters, python, options) as make_servers:
             yield make_servers, arguments, _no_reason
         return
     if urls:
         if engine or python:
-            raise ArgumentError("TG-ONLINE-036: engine and python have no effect: servers are named. Leave them out.")
+            raise ArgumentError("TG-ONLINE-036: engine and python have no effect if you pass servers. Remove them.")
         yield (lambda: Servers(urls, model="", key=key)), {}, _no_reason
         return
     from tracegrad.rollout.launch import flags as to_flags
@@ -133,20 +135,26 @@ def open_servers(
 
     if python is None and importlib.util.find_spec("vllm") is None:
         raise ArgumentError(
-            "TG-ONLINE-037: no server is named, and vLLM is not installed here to start one. Nothing could be played. "
-            "Pass servers=, or python=, the interpreter of an environment that has vLLM."
+            "TG-ONLINE-037: no server is set, and vLLM is not installed here to start one. Pass servers=, or pass "
+            "python=, the interpreter of an environment with vLLM."
         )
     key = key or secrets.token_urlsafe(32)  # other users of this machine can reach its loopback too
-    flags, environment = vllm_arguments(told.sync, beside=out / "package", guard=True, **adapters)
-    flags += [FLAG] if play.ids == "tokens" else []
+    flags, environment = vllm_arguments(
+        options.weight_sync, package_folder=out / "package", require_key=True, **adapters
+    )
+    flags += [FLAG] if rollout.input == "token_ids" else []
     out.mkdir(parents=True, exist_ok=True)
-    say(f"server   vLLM is started; its log is {out / 'server.log'}")
-    launch_options = {
-        "arguments": [*flags, *to_flags(arguments)],
-        "environment": environment,
-        "log": out / "server.log",
-    }
-    with launch(python or sys.executable, model, name=NAME, key=key, say=say, **launch_options) as server:
+    log(f"server   starting vLLM; its log is {out / 'server.log'}")
+    with launch(
+        python or sys.executable,
+        model,
+        name=NAME,
+        key=key,
+        log=log,
+        arguments=[*flags, *to_flags(arguments)],
+        environment=environment,
+        log_path=out / "server.log",
+    ) as server:
         yield (lambda: Servers([server.url], model=NAME, key=key)), arguments, server.ended
 
 
@@ -156,7 +164,7 @@ def _no_reason() -> None:
 
 @contextmanager
 def _in_process(
-    model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, told: OnlineConfig
+    model: Path, arguments: Mapping[str, Any], adapters: Mapping[str, Any], python: str | None, options: OnlineConfig
 ) -> Iterator[Callable[[], Any]]:
     """Run vLLM in this process, with the interface of a pool of servers."""
     from tracegrad.rollout.in_process import Engine, InProcessServers
@@ -164,14 +172,14 @@ def _in_process(
 
     if python is not None:
         raise ArgumentError(
-            f"TG-ONLINE-038: python has no effect: vLLM runs in this process, servers={IN_PROCESS!r}. Leave it out."
+            f"TG-ONLINE-038: python has no effect if vLLM runs in this process, servers={IN_PROCESS!r}. Remove it."
         )
-    if told.sync == "nccl":
+    if options.weight_sync == "nccl":
         raise ArgumentError(
-            f"TG-ONLINE-039: online.sync is 'nccl', and servers={IN_PROCESS!r}. NCCL has no two ranks on one "
-            f"device. Use 'file'."
+            f"TG-ONLINE-039: online.weight_sync is 'nccl', and servers={IN_PROCESS!r}. NCCL cannot have two ranks on "
+            f"one device. Use 'file'."
         )
-    engine = Engine(model, {**engine_arguments(told.sync, **adapters), **arguments})
+    engine = Engine(model, {**engine_arguments(options.weight_sync, **adapters), **arguments})
     try:
         yield lambda: InProcessServers(engine, model=NAME)
     finally:

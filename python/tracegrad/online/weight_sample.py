@@ -53,7 +53,7 @@ class ProbeRow:
     server: int = 0
 
     def answers(self) -> Iterator["ProbeRow"]:
-        """Yield each run of compared tokens, after everything in front of it.
+        """Yield each run of compared tokens with all tokens before it.
 
         >>> rollout = np.float32([np.nan, -1, -2, np.nan, -3])
         >>> [part.rollout.tolist() for part in ProbeRow(np.arange(5), rollout, np.ones(5, np.float32)).answers()]
@@ -82,18 +82,19 @@ class Sample:
     urls: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, driven: Trainer, rows: Sequence[ProbeRow], **more: Any) -> "Sample":
+    def of(cls, trainer: Trainer, rows: Sequence[ProbeRow], **more: Any) -> "Sample":
         """Compute the logprobs of rows with the current policy. Every rank must call this with the same rows."""
         ends = np.cumsum([0, *(len(row.ids) for row in rows)])
         arrays = [
             np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")
         ]
         is_compared = ~np.isnan(arrays[1])
-        temperatures = {"inv_temperature": arrays[2], "logprob_kind": "processed"}
-        sequences = Sequences.from_arrays(arrays[0], ends, arrays[1], is_compared, **temperatures)
-        budget = max(driven.config.pack.token_budget, max(len(row.ids) for row in rows))
-        [step] = pack(sequences, np.zeros(len(rows)), token_budget=budget, per="trace")
-        return cls(rows, step, driven.measure(step), **more)
+        sequences = Sequences.from_arrays(
+            arrays[0], ends, arrays[1], is_compared, inv_temperature=arrays[2], logprob_kind="processed"
+        )
+        budget = max(trainer.config.pack.tokens_per_row, max(len(row.ids) for row in rows))
+        [step] = pack(sequences, np.zeros(len(rows)), tokens_per_row=budget, per="trace")
+        return cls(rows, step, trainer.compute_logprobs(step), **more)
 
     @property
     def rollout(self) -> Floats:
@@ -119,16 +120,16 @@ class Sample:
         """Return the gap between the servers and the policy in one row."""
         return LogprobGap.of(self.logprobs, self.rollout, self.step.trace == row)
 
-    def of_rows(self, rows: Sequence[int], driven: Trainer) -> "Sample":
+    def of_rows(self, rows: Sequence[int], trainer: Trainer) -> "Sample":
         """Return a sample of only these rows. Every rank must call this."""
-        return Sample.of(driven, [self.rows[row] for row in rows], urls=self.urls)
+        return Sample.of(trainer, [self.rows[row] for row in rows], urls=self.urls)
 
-    def by_answer(self, driven: Trainer) -> "Sample":
+    def by_answer(self, trainer: Trainer) -> "Sample":
         """Return a sample with one row per answer, since a conversation may use several servers.
 
         Every rank must call this.
         """
-        return Sample.of(driven, [part for row in self.rows for part in row.answers()], urls=self.urls)
+        return Sample.of(trainer, [part for row in self.rows for part in row.answers()], urls=self.urls)
 
 
 @dataclass
@@ -136,16 +137,16 @@ class ProbeSampler:
     """Sends probe requests to the servers of a run. The first rank sends them; all ranks run the forward pass.
 
     Args:
-        driven: trainer with the policy.
-        link: connection to the servers; None on other ranks.
-        play: rollout options of the run.
+        trainer: trainer with the policy.
+        server_pool: connection to the servers; None on other ranks.
+        rollout: rollout options of the run.
         tokenizer: tokenizer of the policy.
         processed: whether the servers' logprobs are of the sampled distribution, including the temperature.
     """
 
-    driven: Trainer
-    link: ServerPool | None
-    play: RolloutConfig
+    trainer: Trainer
+    server_pool: ServerPool | None
+    rollout: RolloutConfig
     tokenizer: Tokenizer
     processed: bool = True
     probes: list[Probe] = field(default_factory=list)
@@ -156,7 +157,7 @@ class ProbeSampler:
 
     def prepare(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Choose the probes: the first request of each trajectory, as it was sent."""
-        matches = [probe for record in records if (probe := probe_of(record, self.play)) is not None]
+        matches = [probe for record in records if (probe := probe_of(record, self.rollout)) is not None]
         self.probes = matches[:PROBES] or self.probes or [self._plain_probe()]
 
     def ask(self, salt: str | None = None) -> Sample:
@@ -178,7 +179,7 @@ class ProbeSampler:
 
         async def send_probes(servers: Any, _: Any) -> tuple[list[ProbeAnswer], list[float]]:
             results = await probe_requests.send_probes(
-                servers, probes, length=length, again=not self._repeated_probes, salt=salt
+                servers, probes, length=length, repeat_first=not self._repeated_probes, salt=salt
             )
             return results, [probes[answer.number].temperature for answer in results]
 
@@ -189,8 +190,8 @@ class ProbeSampler:
             self._repeated_probes, self._answers = self.probes[:1], results
         return self._measured(results, temperatures)
 
-    def look(self) -> list[str]:
-        """Send one plain request to every server and return what the user should know about the answers.
+    def inspect_servers(self) -> list[str]:
+        """Send one plain request to every server and return log lines about the answers.
 
         Sets `processed`.
 
@@ -207,39 +208,39 @@ class ProbeSampler:
         try:
             kind, answers = self._run_on_first_rank(send_probe)
         except SyncError as error:
-            return [f"a plain request was refused, so it is not known how the server writes a conversation: {error}"]
-        self.processed = (kind or ("raw" if self.play.temperature == 1.0 else "processed")) == "processed"
-        lines = [line for answer in answers if (line := self._template_differs(answer))]
+            return [f"a plain request was refused, so the server's chat template was not checked: {error}"]
+        self.processed = (kind or ("raw" if self.rollout.temperature == 1.0 else "processed")) == "processed"
+        lines = [line for answer in answers if (line := self._template_difference(answer))]
         if self.processed:
             return lines
         return [
             *lines,
-            "the servers' logprobs are raw. The check sees other weights, and cannot see a temperature, top_p, top_k, "
-            "min_p or penalty that something between the run and a server sets. Start vLLM with --logprobs-mode "
+            "the servers' logprobs are raw. The check detects other weights, but not a temperature, top_p, top_k, "
+            "min_p or penalty that is set between the run and a server. Start vLLM with --logprobs-mode "
             "processed_logprobs.",
         ]
 
-    def _template_differs(self, answer: ProbeAnswer) -> str:
-        """Return what the user should know about a server's chat template; raise SyncFault for another tokenizer."""
-        if self.play.ids == "tokens":
-            return ""
+    def _template_difference(self, answer: ProbeAnswer) -> str | None:
+        """Return a log line if a server has another chat template, else None; raise SyncFault for another tokenizer."""
+        if self.rollout.input == "token_ids":
+            return None
         text = self.tokenizer.render(PLAIN, add_generation_prompt=True).text
         local = self.tokenizer.encode(text).tolist()
         if answer.prompt_ids == local:
-            return ""
+            return None
         try:
             theirs = self.tokenizer.decode(np.asarray(answer.prompt_ids, np.int32))
         except TracegradError:
             theirs = text
         if theirs == text or self._encodes_differently(answer.url, text, local):
             raise SyncFault(
-                f"TG-ONLINE-047: {answer.url} has another tokenizer than the policy: the same conversation is the ids "
-                f"{answer.prompt_ids[:12]}... there and {local[:12]}... here. Every logprob would be of another token. "
-                "Start the server with the policy's own folder, or its --tokenizer."
+                f"TG-ONLINE-047: {answer.url} has another tokenizer than the policy: the server encodes a conversation "
+                f"as {answer.prompt_ids[:12]}, the policy as {local[:12]} (first 12 ids). Every logprob would be for "
+                "another token. Start the server with the policy's folder, or pass it as --tokenizer."
             )
         return (
-            f"{answer.url} has another chat template than the policy's folder: for a plain conversation it reads "
-            f"{theirs[:120]!r}, and the folder's gives {text[:120]!r}. The run trains on what the server reads."
+            f"{answer.url} has another chat template than the policy's folder: it renders a plain conversation as "
+            f"{theirs[:120]!r}, and the folder's template as {text[:120]!r}. The run trains on the server's prompts."
         )
 
     def _encodes_differently(self, url: str, text: str, local: list[int]) -> bool:
@@ -247,16 +248,16 @@ class ProbeSampler:
 
         async def tokenize(servers: Any, _: Any) -> list[int] | None:
             request = {"model": servers.model, "prompt": text, "add_special_tokens": False}
-            answer = await servers.ask(url, "/tokenize", request)
+            answer = await servers.request(url, "/tokenize", request)
             return answer.body.get("tokens") if answer.ok and isinstance(answer.body, dict) else None
 
         ids = self._run_on_first_rank(tokenize)
         return ids is not None and ids != local
 
     def _plain_probe(self) -> Probe:
-        temperature = self.play.temperature
+        temperature = self.rollout.temperature
         sampling: dict[str, Any] = {"temperature": temperature, "top_p": 1.0, "max_tokens": LENGTH}
-        if self.play.ids == "tokens":
+        if self.rollout.input == "token_ids":
             ids = self.tokenizer.render_ids(PLAIN, add_generation_prompt=True).tolist()
             return Probe(
                 probe_requests.GENERATE, {"token_ids": ids, "sampling_params": {**sampling, "logprobs": 0}}, temperature
@@ -266,12 +267,12 @@ class ProbeSampler:
     def _run_on_first_rank(self, work: Any) -> Any:
         """Run work with the servers on the first rank, and return its result or raise its error on every rank."""
         result, error = None, None
-        if self.link is not None:
+        if self.server_pool is not None:
             try:
-                result = self.link.run(work)
+                result = self.server_pool.run(work)
             except TracegradError as raised:
                 error = raised
-        result, message = self.driven.ranks.shared((result, error and str(error)))
+        result, message = self.trainer.ranks.broadcast((result, error and str(error)))
         if message:
             raise error or SyncError(message)
         return result
@@ -287,13 +288,13 @@ class ProbeSampler:
                 rows.append(ProbeRow(ids, rollout, inv_temperature, urls.index(answer.url)))
         if not rows:
             raise SyncError(
-                f"TG-ONLINE-048: {', '.join(urls)} sampled no token for {len(answers)} requests of the run. What they "
-                "serve cannot be compared with the trainer. Look at their logs."
+                f"TG-ONLINE-048: {', '.join(urls)} sampled no token for {len(answers)} requests of the run, so their "
+                "weights cannot be checked. Read their logs."
             )
-        return Sample.of(self.driven, rows, urls=urls)
+        return Sample.of(self.trainer, rows, urls=urls)
 
 
-def probe_of(record: Mapping[str, Any], play: RolloutConfig) -> Probe | None:
+def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
     """Return the first request of a trajectory as a probe: short, single, and at the same path.
 
     Return None for a request that cannot be compared: with images, or with options that the trainer cannot reproduce.
@@ -311,7 +312,7 @@ def probe_of(record: Mapping[str, Any], play: RolloutConfig) -> Probe | None:
         return None
     temperature = float(request.get("temperature", 1.0))
     request["max_tokens"] = LENGTH
-    if play.ids == "tokens":
+    if rollout.input == "token_ids":
         response = call.get("response")
         prompt = response.get("prompt_token_ids") if isinstance(response, Mapping) else None
         body = {"token_ids": prompt, "sampling_params": {**sampling_params(request), "logprobs": 0}}
@@ -333,12 +334,12 @@ def _is_text_only(messages: Any) -> bool:
 
 
 def sample_of(
-    driven: Trainer, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]
+    trainer: Trainer, sequences: Sequences, here: NDArray[np.bool_], without: NDArray[np.bool_]
 ) -> Sample | None:
     """Sample tokens of a step again, from at most `ROWS` of its branches; None if there are none.
 
     Args:
-        driven: trainer with the policy.
+        trainer: trainer with the policy.
         sequences: sequences of the step, the same on every rank.
         here: [T] bool, tokens that are compared.
         without: [R] bool, traces that are left out.
@@ -360,4 +361,4 @@ def sample_of(
         last = int(np.flatnonzero(here[part])[-1]) + 1
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
         rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last]))
-    return Sample.of(driven, rows) if rows else None
+    return Sample.of(trainer, rows) if rows else None

@@ -42,7 +42,7 @@ class TruncationLoss:
     """Losses of a step to the token budget, over all ranks: names of dropped or cut traces, and lost trained tokens."""
 
     traces: tuple[str, ...] = ()
-    terms: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SkippedTraces:
     """
 
     traces: int = 0
-    terms: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class Batch:
         target: [U] int32: the token.
         inv_temperature: [U] float32: the factor of the logits. If prefixes are shared, no two logit rows have equal
             (read, target, inv_temperature).
-        row: [m] int32: the logit row of each trained token. A token that several traces sampled after the same ids is
-            one logit row and a trained token of each trace.
+        logit_row: [m] int32: the logit row of each trained token. A token that several traces sampled after the same
+            ids is one logit row and a trained token of each trace.
         term: [m] int32: the index of each trained token in the step. It stays numpy because it indexes the arrays of
             the step.
         longest: tokens of the longest branch; None if unknown. `to` counts it on the host.
@@ -109,7 +109,7 @@ class Batch:
     read: Any
     target: Any
     inv_temperature: Any
-    row: Any
+    logit_row: Any
     term: Ints
     longest: int | None = None
     images: RowImages | None = None
@@ -123,14 +123,14 @@ class Batch:
         Copies to a CUDA device are asynchronous, from page-locked memory. They are ordered before later work of the
         current stream, and integers are widened on the device. Tensors that are on the device already are not copied.
         """
-        longest = self.reach if isinstance(self.positions, np.ndarray) else self.longest
+        longest = self.longest_branch if isinstance(self.positions, np.ndarray) else self.longest
         images = self.images and self.images.to(device)
         return replace(
             self, longest=longest, images=images, **{n: to_device(getattr(self, n), device) for n in columns_of(self)}
         )
 
     @property
-    def reach(self) -> int:
+    def longest_branch(self) -> int:
         """Tokens of the longest branch. If `longest` is None and the batch is on a device, this synchronizes."""
         if self.longest is not None:
             return self.longest
@@ -142,7 +142,7 @@ class Batch:
         is_leaf = np.asarray(self.tree_end) == np.arange(1, len(self.ids) + 1)  # tokens without descendants
         return len(self.ids) - int(np.count_nonzero(is_leaf & (np.asarray(self.positions) == 0)))
 
-    def without(self, dropped: ArrayLike) -> Batch:
+    def drop_tokens(self, dropped: ArrayLike) -> Batch:
         """Return the row without the dropped trained tokens, and without logit rows that no trained token needs.
 
         All tokens stay in the row, so hidden states do not change. Loss and gradient do not change either if the
@@ -154,7 +154,7 @@ class Batch:
         Raises:
             ArgumentError: if the dtype or shape is different, or the batch was moved to a device.
         """
-        if not isinstance(self.row, np.ndarray):
+        if not isinstance(self.logit_row, np.ndarray):
             raise ArgumentError(
                 "TG-PACK-001: the batch was moved to a device already. Call without() before to(), on the host."
             )
@@ -164,9 +164,9 @@ class Batch:
                 f"TG-PACK-002: dropped is {mask.dtype} of shape {mask.shape}, but the batch has {len(self.term)} "
                 "terms. Pass one bool per term: dropped[batch.term] of an array in the step's order."
             )
-        rows, row = np.unique(self.row[~mask], return_inverse=True)
+        rows, row = np.unique(self.logit_row[~mask], return_inverse=True)
         logit_rows = {name: getattr(self, name)[rows] for name in ("read", "target", "inv_temperature")}
-        return replace(self, **logit_rows, row=row.astype(np.int32), term=self.term[~mask])
+        return replace(self, **logit_rows, logit_row=row.astype(np.int32), term=self.term[~mask])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -232,14 +232,14 @@ class Step:
         return _html.table(repr(self), ("row", "tokens", "terms"), rows)
 
     @property
-    def trains(self) -> bool:
+    def has_trained_tokens(self) -> bool:
         """Whether any rank has a trained token: False if `skip_zero_advantage` has skipped all of them.
 
         In such a step, the optimizer moves parameters only by its state, such as momentum.
         """
-        return self.totals.terms > self.skipped.terms
+        return self.totals.terms > self.skipped.tokens
 
-    def lag(self, version: int | None) -> Counts:
+    def staleness(self, version: int | None) -> Counts:
         """Return the staleness [M] of each trained token, in policy versions; -1 if a version is unknown.
 
         Args:
@@ -275,12 +275,12 @@ class Step:
         length = np.zeros(len(branches), np.int64)
         for batch in self.batches:
             depth = to_numpy(batch.positions)[to_numpy(batch.read)][
-                to_numpy(batch.row)
+                to_numpy(batch.logit_row)
             ]  # of the token before the trained token
             np.maximum.at(length, branch_index[batch.term], depth + 2)
         return int(length.sum())
 
-    def idle(self, needs: Requirements, corrected: Correction) -> NDArray[np.bool_]:
+    def tokens_without_gradient(self, needs: Requirements, corrected: Correction) -> NDArray[np.bool_]:
         """Return [M] bool: the trained tokens whose logprob cannot change loss or gradient, for any current policy.
 
         These are the tokens that `corrected` dropped and those with weight or advantage 0, unless `needs` says that
@@ -288,13 +288,13 @@ class Step:
         `batch.without(idle[batch.term])`. Metrics then have no logprob and entropy of these tokens.
 
         Args:
-            needs: `objective.needs`.
+            needs: `objective.requirements`.
             corrected: of the whole step: weight and keep [M].
         """
         idle = np.zeros(len(self), bool)
-        if not needs.dropped:
+        if not needs.dropped_reason:
             idle |= ~np.asarray(corrected.keep, bool)
-        if not needs.weightless:
+        if not needs.zero_weight_reason:
             idle |= np.asarray(corrected.weight) == 0
             idle |= self.advantages == 0
         return idle

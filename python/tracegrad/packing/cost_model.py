@@ -82,7 +82,7 @@ class ModelShape:
         )
 
     @classmethod
-    def known(cls, config: Any) -> "ModelShape | None":
+    def try_of(cls, config: Any) -> "ModelShape | None":
         """Read the shape as `of` does; return None if the config lacks one of the sizes."""
         try:
             return cls.of(config)

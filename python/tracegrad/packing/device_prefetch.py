@@ -28,7 +28,7 @@ def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[
     >>> from tracegrad.packing import pack
     >>> from tracegrad.alignment.sequences import Sequences
     >>> s = Sequences.from_arrays([5, 6], [0, 2], [0, -1], [False, True])
-    >>> [batch.ids.tolist() for batch in prefetch(pack(s, [1.0], token_budget=4)[0].batches, "cpu")]
+    >>> [batch.ids.tolist() for batch in prefetch(pack(s, [1.0], tokens_per_row=4)[0].batches, "cpu")]
     [[5, 6]]
     """
     if ahead < 0:

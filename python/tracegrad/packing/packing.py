@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def ids_with_image_keys(sequences: Sequences) -> tuple[Ints, ImageKeys | None]:
     """Return the ids [T] int32 by which branches are compared. Ids of each distinct image are replaced."""
     ids = np.require(sequences.ids, np.int32, ["C", "A"])
-    return (ids, None) if sequences.images is None else sequences.images.keyed(ids, sequences.cu_seqlens)
+    return (ids, None) if sequences.images is None else sequences.images.with_image_keys(ids, sequences.cu_seqlens)
 
 
 def vision_cost(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
@@ -37,7 +37,7 @@ def vision_cost(sequences: Sequences, length: Ints, shape: ModelShape) -> Ints:
     if (images := sequences.images) is not None and shape.feature_flop:
         branch = np.repeat(np.arange(len(length)), np.diff(images.cu_images))
         owner = np.repeat(branch, np.diff(images.cu_features))
-        features = np.bincount(owner[images.at < length[owner]], minlength=len(length))
+        features = np.bincount(owner[images.position < length[owner]], minlength=len(length))
         cost += np.rint(features * (shape.feature_flop / shape.term_flop)).astype(np.int32)
     return cost
 
@@ -82,7 +82,7 @@ class Layout(NamedTuple):
             read=self.read[logit_rows],
             target=self.target[logit_rows],
             inv_temperature=self.inv_temperature[logit_rows],
-            row=self.row[terms],
+            logit_row=self.row[terms],
             term=self.term[terms],
             images=images,
         )
@@ -99,14 +99,14 @@ class Groups(NamedTuple):
 
 
 def steps_of(
-    group: NDArray[np.integer], there: NDArray[np.bool_], step_groups: int | None, seed: int | None
+    group: NDArray[np.integer], there: NDArray[np.bool_], groups_per_step: int | None, seed: int | None
 ) -> NDArray[np.int32]:
     """Return [R] int32: the optimizer step of each trace's group in `pack`, -1 for groups in no step.
 
     Args:
         group: [R] the group of each trace.
         there: [R] bool: traces that count in a step. A group without such a trace is in no step.
-        step_groups: groups per step; None: one step of all groups.
+        groups_per_step: groups per step; None: one step of all groups.
         seed: shuffles the groups; None keeps the order in which they first appear.
 
     >>> steps_of(np.array([4, 4, 2, 7]), np.array([True, False, True, False]), 1, None).tolist()
@@ -118,20 +118,20 @@ def steps_of(
     if seed is not None:
         order = np.random.default_rng(seed).permutation(order)
     step_of_group = np.full(len(names), -1, np.int32)
-    step_of_group[order] = np.arange(len(order)) // (step_groups or max(len(order), 1))
+    step_of_group[order] = np.arange(len(order)) // (groups_per_step or max(len(order), 1))
     return step_of_group[code]
 
 
 def nothing_to_train() -> ArgumentError:
     """Create the error for sequences in which no trace has a trained token that is laid out."""
     return ArgumentError(
-        "TG-PACK-008: no token can be trained. Every trace is without a trainable token or longer than token_budget. "
-        "Look at the tiers and the drift of the sequences, or raise token_budget."
+        "TG-PACK-008: no token can be trained. Every trace is without a trainable token or longer than tokens_per_row. "
+        "Look at the tiers and the drift of the sequences, or raise tokens_per_row."
     )
 
 
 def group_into_steps(
-    sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], step_groups: int | None, seed: int | None
+    sequences: Sequences, terms: Ints, counted: NDArray[np.bool_], groups_per_step: int | None, seed: int | None
 ) -> Groups:
     """Assign traces to steps, and count their trained tokens, traces and groups.
 
@@ -139,7 +139,7 @@ def group_into_steps(
         sequences: R traces, N branches.
         terms: [N] trained tokens of each branch that are laid out.
         counted: [R] bool: traces that count without a trained token.
-        step_groups, seed: as for `steps_of`.
+        groups_per_step, seed: as for `steps_of`.
 
     Raises:
         ArgumentError: if no trace has a trained token and none counts.
@@ -149,7 +149,7 @@ def group_into_steps(
     if not there.any():
         raise nothing_to_train()
     codes, group = np.unique(sequences.group, return_inverse=True)
-    step_of_trace = steps_of(sequences.group, there, step_groups, seed)
+    step_of_trace = steps_of(sequences.group, there, groups_per_step, seed)
     step = np.where(there, step_of_trace, -1).astype(np.int32)
     steps = int(step.max()) + 1
     step_of_group = np.full(len(codes), -1, np.int32)
@@ -177,7 +177,9 @@ def too_long_losses(sequences: Sequences, groups: Groups, lost: Counts, over: In
     }
     for trace in over.tolist():
         step = step_of_group.get(int(sequences.group[trace]), 0)
-        out[step] = TruncationLoss((*out[step].traces, sequences.trace_name(trace)), out[step].terms + int(lost[trace]))
+        out[step] = TruncationLoss(
+            (*out[step].traces, sequences.trace_name(trace)), out[step].tokens + int(lost[trace])
+        )
     return out
 
 
@@ -201,21 +203,21 @@ def pack(
     sequences: Sequences,
     advantages: ArrayLike,
     *,
-    token_budget: int,
+    tokens_per_row: int,
     per: Literal["trace", "term"] | None = None,
-    step_groups: int | None = None,
+    groups_per_step: int | None = None,
     ranks: int = 1,
     rank: int = 0,
-    needs: Requirements | None = None,
-    too_long: Literal["refuse", "drop", "truncate"] = "refuse",
+    requirements: Requirements | None = None,
+    too_long: Literal["error", "drop", "truncate"] = "error",
     share_prefixes: bool = False,
     skip_zero_advantage: bool = False,
-    counted: ArrayLike | None = None,
+    count_always: ArrayLike | None = None,
     shape: ModelShape | None = None,
     seed: int | None = None,
     pad_to_multiple_of: int = 1,
 ) -> list[Step]:
-    """Pack traces into optimizer steps of rows of at most `token_budget` tokens.
+    """Pack traces into optimizer steps of rows of at most `tokens_per_row` tokens.
 
     A group is in one step, a trace on one rank, and a branch in one row. Rows are filled by best fit, longest first,
     deterministically. A branch is laid out up to its last trainable token, because later tokens do not matter. A branch
@@ -225,13 +227,13 @@ def pack(
     Args:
         sequences: R traces.
         advantages: [R], one per trace, or [M], one per trained token of `sequences`.
-        token_budget: maximum number of tokens in a row, before padding.
+        tokens_per_row: maximum number of tokens in a row, before padding.
         per: the kind of `advantages`; None decides by their number, and uses "trace" if R = M.
-        step_groups: groups with a trained token per optimizer step; the last step may have fewer. None: one step.
+        groups_per_step: groups with a trained token per optimizer step; the last step may have fewer. None: one step.
         ranks, rank: the number of processes that share each step, and the index of this one. All compute the same plan.
-        needs: `objective.needs`. If it needs the current-policy ratio of a trace, all branches of a trace are in one
-            row.
-        too_long: the treatment of a trace that is longer than a row: "refuse" raises an error that names the longest,
+        requirements: `objective.requirements`. If it needs the current-policy ratio of a trace, all branches of a trace
+            are in one row.
+        too_long: the treatment of a trace that is longer than a row: "error" raises an error that names the longest,
             "drop" leaves the trace out, "truncate" cuts its branch at the budget. `Step.too_long` counts the last two.
         share_prefixes: store common prefixes of the branches of a row, compared id by id, once. Branches of a group or
             of a trace share prefixes, and so do all branches with the same system prompt. Branches that share much are
@@ -240,10 +242,11 @@ def pack(
             the prediction. The gradient is the same. All layers must be attention layers: `model` rejects recurrent
             ones.
         skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, but count them in totals and
-            counts. It raises an error if the objective reads such traces for another purpose (`needs.zero_advantage`).
+            counts. It raises an error if the objective reads such traces for another purpose
+            (`requirements.zero_advantage_reason`).
             A step without remaining traces is returned too, with `Step.trains` False, so that the plan does not depend
             on rewards.
-        counted: [R] bool: traces that count among the traces and groups of their step without a trained token, for
+        count_always: [R] bool: traces that count among the traces and groups of their step without a trained token, for
             example a truncated trace that is masked. `Step.skipped` counts them too. None counts only traces with a
             trained token.
         shape: of the model, for predictions; None uses that of Qwen3-4B.
@@ -260,25 +263,25 @@ def pack(
     >>> nan = float("nan")
     >>> ids, trainable = [5, 6, 7, 5, 8], [False, True, True, False, True]
     >>> s = Sequences.from_arrays(ids, [0, 3, 5], [nan, -0.5, -0.1, nan, -1.0], trainable, group=[0, 0])
-    >>> [step] = pack(s, [1.0, -1.0], token_budget=16)
+    >>> [step] = pack(s, [1.0, -1.0], tokens_per_row=16)
     >>> step.totals, step.origin.tolist(), step.batches[0].read.tolist()
     (Totals(terms=3, traces=2, groups=1), [1, 2, 4], [0, 1, 3])
     """
-    _check_types(sequences, needs, shape, too_long, share_prefixes, seed)
-    _check(needs, token_budget, ranks, rank, step_groups, pad_to_multiple_of, skip_zero_advantage)
+    _check_types(sequences, requirements, shape, too_long, share_prefixes, seed)
+    _check(requirements, tokens_per_row, ranks, rank, groups_per_step, pad_to_multiple_of, skip_zero_advantage)
     per_token = advantages_by_token(sequences, advantages, per)
-    whole_traces = needs is not None and needs.trace_ratio
+    whole_traces = requirements is not None and requirements.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     ids, keys = ids_with_image_keys(sequences)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    limits = (int(token_budget), whole_traces)
+    limits = (int(tokens_per_row), whole_traces)
     length, terms, lost, over, present, trace_index = _measure_branches(
         sequences, ids, *limits, share_prefixes, too_long
     )
     none = np.zeros(sequences.traces, bool)
-    masked = none if counted is None else _validation.flags(counted, "counted", length=sequences.traces)
-    groups = group_into_steps(sequences, terms, masked, step_groups, seed)
+    masked = none if count_always is None else _validation.flags(count_always, "count_always", length=sequences.traces)
+    groups = group_into_steps(sequences, terms, masked, groups_per_step, seed)
     idle = has_zero_advantage(sequences, per_token, groups) if skip_zero_advantage else none
     length = np.where(idle[trace], 0, length).astype(np.int32)
     shape = shape or ModelShape()
@@ -312,22 +315,22 @@ MAX_ROW_TOKENS = (1 << 31) - 1
 def measure(
     sequences: Sequences,
     *,
-    token_budget: int,
+    tokens_per_row: int,
     whole_traces: bool = False,
     share_prefixes: bool = False,
-    too_long: Literal["refuse", "drop", "truncate"] = "refuse",
+    too_long: Literal["error", "drop", "truncate"] = "error",
 ) -> NDArray[np.int64]:
     """Return [R] int64: the trained tokens of each trace that `pack` lays out, after `too_long` is applied.
 
     Args:
         sequences: R traces.
-        whole_traces: `objective.needs.trace_ratio`; the others are as for `pack`.
+        whole_traces: `objective.requirements.trace_ratio`; the others are as for `pack`.
 
     Raises:
         ArgumentError: if a trace is too long, as in `pack`.
     """
     _, terms, *_ = _measure_branches(
-        sequences, ids_with_image_keys(sequences)[0], token_budget, whole_traces, share_prefixes, too_long
+        sequences, ids_with_image_keys(sequences)[0], tokens_per_row, whole_traces, share_prefixes, too_long
     )
     return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
 
@@ -402,7 +405,7 @@ def advantages_by_token(
 
 
 def _measure_branches(
-    sequences: Sequences, ids: Ints, token_budget: int, whole_traces: bool, share_prefixes: bool, too_long: str
+    sequences: Sequences, ids: Ints, tokens_per_row: int, whole_traces: bool, share_prefixes: bool, too_long: str
 ) -> tuple[Ints, Ints, Counts, Ints, Ints, Ints]:
     """Measure the branches for `pack`.
 
@@ -416,7 +419,7 @@ def _measure_branches(
     names = [sequences.trace_ids[row] for row in present] if sequences.trace_ids else []
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     trainable = _contiguous(sequences.trainable, np.bool_)
-    limits = (int(token_budget), whole_traces, share_prefixes, too_long)
+    limits = (int(tokens_per_row), whole_traces, share_prefixes, too_long)
     length, terms, cut, over = _core.pack_measure(cu, trace_index, ids, trainable, names, *limits)
     lost = np.zeros(sequences.traces, cut.dtype)
     lost[present] = cut
@@ -477,10 +480,10 @@ def _check_types(
 ) -> None:
     _validation.instance(sequences, "sequences", Sequences, "Pass what align() gave.")
     if needs is not None and not hasattr(needs, "trace_ratio"):
-        raise ArgumentError(f"TG-PACK-011: needs is {_validation.describe(needs)}. Pass objective.needs.")
+        raise ArgumentError(f"TG-PACK-011: requirements is {_validation.describe(needs)}. Pass objective.requirements.")
     if shape is not None:
         _validation.instance(shape, "shape", ModelShape, "Pass ModelShape.of(model.config).")
-    _validation.one_of(too_long, "too_long", ("refuse", "drop", "truncate"))
+    _validation.one_of(too_long, "too_long", ("error", "drop", "truncate"))
     _validation.flag(share, "share_prefixes")
     if seed is not None:
         _validation.integer(seed, "seed", least=0)
@@ -488,23 +491,23 @@ def _check_types(
 
 def _check(
     needs: Requirements | None,
-    token_budget: int,
+    tokens_per_row: int,
     ranks: int,
     rank: int,
-    step_groups: int | None,
+    groups_per_step: int | None,
     multiple: int,
     skip: bool,
 ) -> None:
-    for name, value in {"token_budget": token_budget, "ranks": ranks, "pad_to_multiple_of": multiple}.items():
+    for name, value in {"tokens_per_row": tokens_per_row, "ranks": ranks, "pad_to_multiple_of": multiple}.items():
         _validation.integer(value, name, least=1, most=MAX_ROW_TOKENS)
-    if step_groups is not None:
-        _validation.integer(step_groups, "step_groups", least=1)
+    if groups_per_step is not None:
+        _validation.integer(groups_per_step, "groups_per_step", least=1)
     if _validation.integer(rank, "rank", least=0) >= ranks:
         raise ArgumentError(f"TG-PACK-012: rank is {rank} of {ranks}. Ranks count from 0.")
     _validation.flag(skip, "skip_zero_advantage")
-    if skip and (needs is None or needs.zero_advantage):
-        reason = "it is not known what the objective looks at" if needs is None else needs.zero_advantage
-        fix = "Pass needs=objective.needs" if needs is None else "Pass skip_zero_advantage=False"
+    if skip and (needs is None or needs.zero_advantage_reason):
+        reason = "it is not known what the objective looks at" if needs is None else needs.zero_advantage_reason
+        fix = "Pass requirements=objective.requirements" if needs is None else "Pass skip_zero_advantage=False"
         raise ArgumentError(
             f"TG-PACK-013: skip_zero_advantage=True, but {reason}. A trace whose advantage is 0 could still "
             f"matter. {fix}."

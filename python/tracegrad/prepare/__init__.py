@@ -1,6 +1,6 @@
 """Prepare traces for training, in memory (`load`) or as a folder of shards by many processes (`prepare`).
 
-The input is cut into parts by content. A part yields the same bytes on any process or machine. docs/trace-format.md
+The input is split into parts by content. A part yields the same bytes on any process or machine. docs/trace-format.md
 specifies a prepared folder. This package does not need torch.
 """
 

@@ -42,7 +42,7 @@ class LocalOutput:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TracegradError(
-                f"TG-PREPARE-001: {self.path}: {error.strerror}. Nothing can be written there. Give another --out."
+                f"TG-PREPARE-001: {self.path}: cannot be created ({error.strerror}). Give another --out."
             ) from error
 
     @contextmanager
@@ -74,7 +74,7 @@ class LocalOutput:
         """Remove a file if it exists."""
         (self.path / name).unlink(missing_ok=True)
 
-    def put(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
+    def write_shard(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
         """Write a shard to a temporary folder, and rename it when it is complete and synced to disk.
 
         Raises:
@@ -91,11 +91,12 @@ class LocalOutput:
             flush(self.path)
         except OSError as error:
             raise TracegradError(
-                f"TG-PREPARE-002: {shard}: {error.strerror}. It is not written. Make room and go on with --resume."
+                f"TG-PREPARE-002: {shard}: cannot be written ({error.strerror}). Free disk space and continue with "
+                "--resume."
             ) from error
         return manifest.read(shard)
 
-    def kept(self, name: str, traces: int) -> Sequences | None:
+    def load_shard(self, name: str, traces: int) -> Sequences | None:
         """Return an existing shard if its checksums match and it was made of `traces` traces. None otherwise."""
         shard = self.path / name
         if not shard.exists():
@@ -105,13 +106,13 @@ class LocalOutput:
             sequences = Sequences.load(shard)
         except TracegradError:
             return None
-        return sequences if sequences.traces + len(sequences.drift.errors) == traces else None
+        return sequences if sequences.traces + len(sequences.alignment_report.errors) == traces else None
 
-    def told(self, name: str) -> manifest.FolderManifest:
+    def shard_manifest(self, name: str) -> manifest.FolderManifest:
         """Return the manifest of a shard."""
         return manifest.read(self.path / name)
 
-    def holds(self, shards: dict[str, manifest.FolderManifest]) -> bool:
+    def has_shards(self, shards: dict[str, manifest.FolderManifest]) -> bool:
         """Return whether these shards exist and all their checksums match."""
         try:
             for name, expected in shards.items():
@@ -123,7 +124,7 @@ class LocalOutput:
         return True
 
     @contextmanager
-    def aside(self) -> Iterator[Path]:
+    def scratch(self) -> Iterator[Path]:
         """Yield the folder for files that grow during the work, such as bad records."""
         yield self.path
 
@@ -172,7 +173,7 @@ class RemoteOutput:
         """Remove a file if it exists."""
         remote.remove(self._at(name))
 
-    def put(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
+    def write_shard(self, name: str, sequences: Sequences) -> manifest.FolderManifest:
         """Write a shard, its manifest last."""
         with tempfile.TemporaryDirectory(prefix="tracegrad-") as folder:
             store.write(Path(folder), sequences.stored())
@@ -182,15 +183,15 @@ class RemoteOutput:
                 remote.upload(Path(folder) / file, self._at(name, file))
         return shard_manifest
 
-    def kept(self, name: str, traces: int) -> Sequences | None:
+    def load_shard(self, name: str, traces: int) -> Sequences | None:
         """Return None: at an address, a part is kept completely or done again."""
         return None
 
-    def told(self, name: str) -> manifest.FolderManifest:
+    def shard_manifest(self, name: str) -> manifest.FolderManifest:
         """Return the manifest of a shard."""
         return manifest.read(self._at(name))
 
-    def holds(self, shards: dict[str, manifest.FolderManifest]) -> bool:
+    def has_shards(self, shards: dict[str, manifest.FolderManifest]) -> bool:
         """Return whether these shards exist with the listed sizes. Their content is not read."""
         with suppress(ReadError):
             existing = remote.sizes(self.address)
@@ -202,7 +203,7 @@ class RemoteOutput:
         return False
 
     @contextmanager
-    def aside(self) -> Iterator[Path]:
+    def scratch(self) -> Iterator[Path]:
         """Yield a temporary local folder. Its files are uploaded at the end, also after an error."""
         with tempfile.TemporaryDirectory(prefix="tracegrad-") as folder:
             try:

@@ -76,8 +76,8 @@ def shard(
     chosen = data or Data()
     if chosen.on_error == "quarantine":
         raise ArgumentError(
-            "TG-PREPARE-003: data.on_error is 'quarantine', and `shard` writes nothing but its shard. Bad records "
-            "would be lost. Pass 'skip', or read with tracegrad.read(..., quarantine=PREFIX) and pass what it gives."
+            "TG-PREPARE-003: data.on_error is 'quarantine', but `shard` writes no quarantine files. "
+            "Pass 'skip', or read with tracegrad.read(..., quarantine=PREFIX) and pass the traces."
         )
     tokenizer = model if isinstance(model, Tokenizer) else _tokenizer(os.fspath(model))
     if isinstance(records, Part):
@@ -93,7 +93,7 @@ def shard(
         parent, _, name = str(address).rstrip("/").rpartition("/")
         place = open_output(parent or ".")
         place.make()
-        place.put(name, sequences)
+        place.write_shard(name, sequences)
     return sequences
 
 
@@ -102,9 +102,8 @@ def _check_names(sequences: Sequences) -> None:
     unnamed = next((name for name in sequences.trace_ids if name.startswith("<records>:")), None)
     if unnamed is not None:
         raise ArgumentError(
-            f"TG-PREPARE-004: {unnamed} has no id. Records of other shards would be called the same, and taken "
-            f"for one group. Give "
-            "each record an `id`, or map={'id': PATH}."
+            f"TG-PREPARE-004: {unnamed} has no id. Records of other shards would get the same name, and would "
+            "count as one group. Give each record an `id`, or map={'id': PATH}."
         )
 
 
@@ -119,7 +118,7 @@ def align_traces(traces: Traces, tokenizer: Tokenizer, data: Data) -> Sequences:
     return align(
         traces,
         tokenizer,
-        lenient=data.lenient,
+        allow_unknown_ids=data.allow_unknown_ids,
         text_only=data.text_only,
         logprob_kind=None if data.logprob_kind == "recorded" else data.logprob_kind,
         sampling_defaults=model_defaults(folder) if folder else None,
@@ -162,13 +161,13 @@ class Job:
     """The settings that all parts of an input share.
 
     Args:
-        aside: prefix for the names of files with bad records.
+        quarantine_prefix: prefix for the names of files with bad records.
         model: folder with tokenizer.json and chat template.
         out: folder or address of the shards.
         data, map, shard_traces: as for `prepare`.
     """
 
-    aside: str
+    quarantine_prefix: str
     model: str
     out: str
     data: Data
@@ -189,19 +188,19 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer, how_far: ProgressCa
     place = open_output(job.out)
     account = IngestSummary(part.name)
     shards: dict[str, manifest.FolderManifest] = {}
-    with place.aside() as aside:
-        stream = _stream(job, part, aside, how_far)
+    with place.scratch() as scratch:
+        stream = _stream(job, part, scratch, how_far)
         for index, traces in enumerate(shards_of(stream, job.shard_traces)):
-            name = manifest.shard_name(index, None if part.alone else part.index)
-            sequences = place.kept(name, len(traces))
+            name = manifest.shard_name(index, None if part.is_only else part.index)
+            sequences = place.load_shard(name, len(traces))
             if sequences is None:
                 sequences = align_traces(traces, tokenizer, job.data)
-                if job.data.on_error == "quarantine" and sequences.drift.errors:
-                    left_out = traces[sequences.drift.left_out]
-                    write(left_out, aside / f"unaligned-{name.removeprefix('shard-')}.jsonl")
-                shards[name] = place.put(name, sequences)
+                if job.data.on_error == "quarantine" and sequences.alignment_report.errors:
+                    left_out = traces[sequences.alignment_report.left_out]
+                    write(left_out, scratch / f"unaligned-{name.removeprefix('shard-')}.jsonl")
+                shards[name] = place.write_shard(name, sequences)
             else:
-                shards[name] = place.told(name)
+                shards[name] = place.shard_manifest(name)
             account.add(sequences)
     account.read = stream.read_report
     record = {
@@ -215,18 +214,18 @@ def prepare_part(job: Job, part: Part, tokenizer: Tokenizer, how_far: ProgressCa
     return json.loads(encoded(record))
 
 
-def _stream(job: Job, part: Part, aside: Path, how_far: ProgressCallback | None) -> InputStream:
+def _stream(job: Job, part: Part, scratch: Path, how_far: ProgressCallback | None) -> InputStream:
     prefix = None
     if job.data.on_error == "quarantine":
-        prefix = aside / (job.aside if part.alone else f"{job.aside}.{part.name}")
+        prefix = scratch / (job.quarantine_prefix if part.is_only else f"{job.quarantine_prefix}.{part.name}")
     options = Options(batch=min(job.shard_traces, 1024), on_error=job.data.on_error, quarantine=prefix)
 
     def report(progress: Progress) -> None:
         if how_far is not None:
-            how_far(progress.taken, progress.records)
+            how_far(progress.bytes_read, progress.records)
 
     places = list(part.places)
-    if part.alone:
+    if part.is_only:
         return InputStream(places, job.map, options, report)
     return open_part(places, job.map, options, report)
 
@@ -235,9 +234,9 @@ def load_record(place: LocalOutput | RemoteOutput, part: Part) -> Record | None:
     """Return the record of a part if it is valid and all of its shards are complete. None otherwise."""
     try:
         record = json.loads(place.read(f"{part.name}.json", _LIMIT))
-        if record["format"] == FORMAT and record["part"] == part.index and place.holds(shards_in(record)):
+        if record["format"] == FORMAT and record["part"] == part.index and place.has_shards(shards_in(record)):
             trial = IngestSummary("")
-            trial.join(record["account"])
+            trial.merge(record["account"])
             add_tallies([StreamCounts(**record["tally"])], FieldMap()).lines(FieldMap(), trial.read, BLANK)
             encoded(trial.as_dict())
             return record

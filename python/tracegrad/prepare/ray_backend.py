@@ -76,12 +76,12 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             ray.init(address=address or None, log_to_driver=False, logging_level="warning")
         except Exception as error:
             raise ArgumentError(
-                f"TG-PREPARE-005: --ray {address}: {type(error).__name__}: {str(error)[:200]}. No part can be done "
-                "there. Start the cluster, or leave the address out."
+                f"TG-PREPARE-005: --ray {address}: {type(error).__name__}: {str(error)[:200]}. "
+                "Start the cluster, or leave the address out."
             ) from error
     try:
-        most = workers or int(ray.cluster_resources().get("CPU", 1))
-        actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(most, len(parts)), 1))
+        max_actors = workers or int(ray.cluster_resources().get("CPU", 1))
+        actors = ray.data.ActorPoolStrategy(min_size=1, max_size=max(min(max_actors, len(parts)), 1))
         ray.data.DataContext.get_current().enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)  # Warn about a full cluster, not about each step.
         logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
@@ -100,8 +100,8 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
             raise failed[min(failed)]
     except ray.exceptions.RayError as error:
         raise TracegradError(
-            f"TG-PREPARE-006: Ray: {_last_line(str(error))}. Its parts are not done; those that were are kept. Install "
-            f"tracegrad {_core.__version__} on every node, mend what is named, and go on with --resume."
+            f"TG-PREPARE-006: Ray: {_last_line(str(error))}. Completed parts are kept. Install "
+            f"tracegrad {_core.__version__} on every node, fix this error, and continue with --resume."
         ) from error
     finally:
         if is_own:
@@ -120,12 +120,12 @@ def check(address: str) -> None:
     resolved = address or os.environ.get("RAY_ADDRESS", "")
     setting = f"--ray {address}" if address else f"RAY_ADDRESS is {resolved}" if resolved else "--ray"
     if reason := _connection_error(resolved):
-        raise ArgumentError(f"TG-PREPARE-007: {setting}: nobody answers there ({reason}). {_CURE}")
+        raise ArgumentError(f"TG-PREPARE-007: {setting}: no connection ({reason}). {_FIX}")
     try:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.data")
     except ImportError as error:
-        raise ArgumentError(f"TG-PREPARE-008: {error}. --ray needs it. pip install 'tracegrad[ray]'") from error
+        raise ArgumentError(f"TG-PREPARE-008: {error}. --ray requires it. Run pip install 'tracegrad[ray]'") from error
     if resolved == "local" or ray.is_initialized():
         return
     try:
@@ -137,17 +137,17 @@ def check(address: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        where = "" if resolved else " a cluster that was started here, and is gone without `ray stop`, or is busy:"
+        where = "" if resolved else " a local cluster ended without `ray stop`, or is busy:"
         raise ArgumentError(
-            f"TG-PREPARE-009: {setting}:{where} no answer as a cluster gives it within {ANSWER_S:.0f} s. {_CURE}"
+            f"TG-PREPARE-009: {setting}:{where} no response of a Ray cluster within {ANSWER_S:.0f} s. {_FIX}"
         ) from error
     if joined.returncode and resolved:  # Without an address and without a running cluster, Ray starts a local one.
-        raise ArgumentError(f"TG-PREPARE-021: {setting}: {_last_line(joined.stderr)}. {_CURE}")
+        raise ArgumentError(f"TG-PREPARE-021: {setting}: {_last_line(joined.stderr)}. {_FIX}")
 
 
-_CURE = (
-    "No part can be done there. Start it (ray start --head), correct the address, or leave address and RAY_ADDRESS out "
-    "for a cluster of this machine; `ray stop` forgets one that is gone."
+_FIX = (
+    "Start a cluster (ray start --head), correct the address, or use a local cluster: leave out the address and "
+    "RAY_ADDRESS. `ray stop` removes the record of a cluster that has ended."
 )
 
 
@@ -168,7 +168,7 @@ def _connection_error(address: str) -> str:
 
 def _last_line(traceback: str) -> str:
     """Return the last line of a traceback."""
-    return (traceback.strip().splitlines() or ["it ended without a word"])[-1].strip().rstrip(".")[:200]
+    return (traceback.strip().splitlines() or ["it ended without a message"])[-1].strip().rstrip(".")[:200]
 
 
 def _serialize(value: Any) -> str:

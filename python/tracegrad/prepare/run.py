@@ -84,16 +84,15 @@ def load(
         if data.on_error == "quarantine":
             open_output(str(out)).make()
             quarantine = out / quarantine_prefix(names)
-        options = {"map": map, "on_error": data.on_error, "quarantine": quarantine, "progress": progress}
-        traces = stream(names, **options)
+        traces = stream(names, map=map, on_error=data.on_error, quarantine=quarantine, progress=progress)
         all_traces = Traces.concatenate(traces)
     with watch("align"):
         sequences = align_traces(all_traces, tokenizer, data)
-        if quarantine is not None and sequences.drift.errors:
-            write(all_traces[sequences.drift.left_out], out / "unaligned-00000.jsonl")
+        if quarantine is not None and sequences.alignment_report.errors:
+            write(all_traces[sequences.alignment_report.left_out], out / "unaligned-00000.jsonl")
     account.add(sequences)
-    account.read, account.mapped = traces.read_report, traces.lines()
-    account.look(names, map or FieldMap())
+    account.read, account.mapping_lines = traces.read_report, traces.lines()
+    account.infer_fields(names, map or FieldMap())
     account.probe(tokenizer)
     return sequences, account
 
@@ -107,7 +106,9 @@ def is_prepared(folder: str | os.PathLike[str]) -> bool:
     return path.is_dir() and (has_marker or any(path.glob("shard-*")))
 
 
-ALIGN_OPTIONS = [each.name for each in fields(Data) if each.name not in ("reward", "holdout")]
+TRAIN_OPTIONS = ("reward", "reward_weights", "holdout", "accept_truncated_sampling")
+"""Options of [data] that only training uses."""
+ALIGN_OPTIONS = [each.name for each in fields(Data) if each.name not in TRAIN_OPTIONS]
 
 
 def check_prepared(source: str, data: Data, map: FieldMap) -> None:
@@ -117,15 +118,17 @@ def check_prepared(source: str, data: Data, map: FieldMap) -> None:
         ArgumentError: if so.
     """
     default = Data()
-    if map.told():
+    if map.paths():
         raise ArgumentError(
-            f"TG-PREPARE-010: map.{next(iter(map.told()))} has no effect on {source}, which is read already. It is of "
-            "prepare. Leave it out, or give the file of traces."
+            f"TG-PREPARE-010: map.{next(iter(map.paths()))} has no effect on {source}, which is a prepared folder. It "
+            "is an option "
+            "of prepare. Leave it out, or give the file of traces."
         )
     for name in ALIGN_OPTIONS:
         if getattr(data, name) != getattr(default, name):
             raise ArgumentError(
-                f"TG-PREPARE-011: data.{name} has no effect on {source}, which is aligned already. It is an option of "
+                f"TG-PREPARE-011: data.{name} has no effect on {source}, which is a prepared folder. It is an option "
+                "of "
                 "prepare. Leave it out, or give the file of traces."
             )
 
@@ -147,7 +150,7 @@ def prepare(
     map: FieldMap | None = None,
     progress: ProgressCallback | None = None,
     workers: int = 1,
-    ray: str | None = None,
+    ray_address: str | None = None,
     part_bytes: int = PART_BYTES,
 ) -> IngestSummary:
     """Align inputs of any size into `out/shard-*` in bounded memory. Also writes `out/drift.json`, and a manifest last.
@@ -165,8 +168,8 @@ def prepare(
         resume: keep complete parts and shards, and do the others. The result has the same bytes as an uninterrupted
             run.
         workers: number of processes. 1 means this process.
-        ray: address of a Ray cluster that does the parts. "" uses the cluster that Ray finds, or starts a local one.
-            `workers` is then the maximum number of actors, and 1 means one per CPU.
+        ray_address: address of a Ray cluster that prepares the parts. "" uses the cluster that Ray finds, or starts a
+            local one. `workers` is then the maximum number of actors, and 1 means one per CPU.
         part_bytes: bytes of inputs per part.
 
     Returns:
@@ -186,22 +189,22 @@ def prepare(
     account.probe(tokenizer)
     plan = _plan(names, model, data, field_map, shard_traces, part_bytes)
     place = open_output(os.fspath(out))
-    _check(place, workers, ray)
-    if ray is not None and names != ["-"]:
-        ray_backend.check(ray)
+    _check(place, workers, ray_address)
+    if ray_address is not None and names != ["-"]:
+        ray_backend.check(ray_address)
     _check_own(place)
     place.make()
     with place.lock() as lock:
         _begin(place, plan, resume)
-        parts, account.whole = split_inputs(names, part_bytes, field_map)
+        parts, account.reason_not_cut = split_inputs(names, part_bytes, field_map)
         records = {part.index: record for part in parts if resume and (record := load_record(place, part))}
         remaining = [part for part in parts if part.index not in records]
         if remaining:
             place.remove(manifest.NAME)
         job = Job(quarantine_prefix(names), str(model), os.fspath(out), data, field_map, shard_traces)
         total_progress = _Far(parts, remaining, progress)
-        if ray is not None and not _is_alone(remaining):
-            new_records = ray_backend.records(job, remaining, ray, 0 if workers == 1 else workers)
+        if ray_address is not None and not _is_stdin_only(remaining):
+            new_records = ray_backend.records(job, remaining, ray_address, 0 if workers == 1 else workers)
         elif min(workers, len(remaining)) > 1:
             new_records = _by_processes(job, remaining, min(workers, len(remaining)), lock, total_progress)
         else:
@@ -220,7 +223,7 @@ def prepare(
     return account
 
 
-def _is_alone(parts: Sequence[Part]) -> bool:
+def _is_stdin_only(parts: Sequence[Part]) -> bool:
     """Return whether all parts come from standard input, which only this process can read."""
     return all(place.kind == "stdin" for part in parts for place in part.places)
 
@@ -236,11 +239,13 @@ def _check(place: LocalOutput | RemoteOutput, workers: int, ray: str | None) -> 
     if isinstance(place, RemoteOutput) and place.address.startswith("memory://") and (workers > 1 or ray is not None):
         raise ArgumentError(
             f"TG-PREPARE-012: {place} is in the memory of this process. Shards of other processes would be lost. Leave "
-            "--workers and --ray out, or give another --out."
+            "out --workers and --ray, or give another --out."
         )
 
 
-_ASIDE = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$|^\.lock$|^\.tmp-shard-|^(shard|part)-")
+_OUTPUT_FILES = re.compile(
+    r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$|^\.lock$|^\.tmp-shard-|^(shard|part)-"
+)
 
 
 def _check_own(place: LocalOutput | RemoteOutput) -> None:
@@ -252,55 +257,54 @@ def _check_own(place: LocalOutput | RemoteOutput) -> None:
         )
     except (ValueError, AttributeError, RecursionError):
         is_ours = any(name.startswith(("shard-", "part-")) for name in names)  # `_check_plan` explains it.
-    alien = sorted(name for name in names if not _ASIDE.search(name))
+    alien = sorted(name for name in names if not _OUTPUT_FILES.search(name))
     if alien and not is_ours:
         raise ArgumentError(
-            f"TG-PREPARE-013: {place} holds {escape_terminal(alien[0])[:80]!r} and is not a folder of "
-            f"`prepare`. Files of it "
-            "could be replaced. Give another --out."
+            f"TG-PREPARE-013: {place} contains {escape_terminal(alien[0])[:80]!r} and is not a folder of "
+            "`prepare`. Its files could be replaced. Give another --out."
         )
 
 
 def _sum(account: IngestSummary, records: list[Record], field_map: FieldMap, names: list[str]) -> None:
     """Add up the summaries and reader counts of all parts."""
     for record in records:
-        account.join(record["account"])
+        account.merge(record["account"])
     tally = add_tallies([StreamCounts(**record["tally"]) for record in records], field_map)
     account.parts = len(records)
-    if not account.read.records and tally.bare:
+    if not account.read.records and tally.files_without_calls:
         raise ReadError(tally.first_bare)
     tally.check(field_map)
-    account.mapped = tally.lines(field_map, account.read, BLANK)
-    account.look(names, field_map)
+    account.mapping_lines = tally.lines(field_map, account.read, BLANK)
+    account.infer_fields(names, field_map)
 
 
 class _Far:
     """The total progress of all parts, reported like that of one reader."""
 
-    def __init__(self, parts: Sequence[Part], left: Sequence[Part], say: ProgressCallback | None) -> None:
-        self._say, self._sizes = say, {part.index: part.size for part in left}
+    def __init__(self, parts: Sequence[Part], left: Sequence[Part], log: ProgressCallback | None) -> None:
+        self._log, self._sizes = log, {part.index: part.size for part in left}
         self._total, self._began = sum(self._sizes.values()), time.monotonic()
         self._taken: dict[int, int] = {}
         self._records: dict[int, int] = {}
 
     def __call__(self, part: Part, taken: int, records: int) -> None:
         self._taken[part.index], self._records[part.index] = taken, records
-        self._tell(False)
+        self._report(False)
 
     def ended(self, part: int) -> None:
         """Count a part as complete."""
         self._taken[part] = self._sizes[part]
-        self._tell(False)
+        self._report(False)
 
     def close(self) -> None:
         """Report the final progress."""
-        self._tell(True)
+        self._report(True)
 
-    def _tell(self, is_last: bool) -> None:
-        if self._say is not None:
+    def _report(self, is_last: bool) -> None:
+        if self._log is not None:
             elapsed = time.monotonic() - self._began
             taken, records = sum(self._taken.values()), sum(self._records.values())
-            self._say(Progress(taken, self._total, records, elapsed, is_last))
+            self._log(Progress(taken, self._total, records, elapsed, is_last))
 
 
 def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool) -> None:
@@ -308,15 +312,15 @@ def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool
     names = place.names()
     has_shards = any(name.startswith(("shard-", "part-")) for name in names)
     if has_shards and not resume:
-        state = "of a `prepare` that is done" if manifest.NAME in names else "of a `prepare` that was stopped"
+        state = "of a completed `prepare`" if manifest.NAME in names else "of an interrupted `prepare`"
         raise ArgumentError(
-            f"TG-PREPARE-014: {place} holds shards {state}. New ones among them would be read as one set. Go on with "
+            f"TG-PREPARE-014: {place} contains shards {state}. New shards would be mixed with them. Continue with "
             "--resume, or give another --out."
         )
     if has_shards and plan["source"] == "-":
         raise ArgumentError(
-            f"TG-PREPARE-015: {place} holds shards of standard input, which cannot be known to be the same again. The "
-            "shards would not be those of one run. Give a file, or another --out."
+            f"TG-PREPARE-015: {place} contains shards of standard input, which cannot be read again. They cannot be "
+            "resumed. Give a file, or another --out."
         )
     if has_shards:
         _check_plan(place, plan)
@@ -325,20 +329,20 @@ def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool
 
 
 def _check_plan(place: LocalOutput | RemoteOutput, plan: dict[str, Any]) -> None:
-    remedy = "Give what the first run was given, or another --out."
+    remedy = "Use the input and options of the first run, or give another --out."
     try:
         previous = json.loads(place.read(PLAN, 256 << 20))
         differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
-            f"TG-PREPARE-016: {place}/{PLAN}: does not say what the shards beside it were made of "
-            f"({str(error)[:80]!r}). They cannot be gone on with. Give another --out."
+            f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of these shards "
+            f"({str(error)[:80]!r}). They cannot be resumed. Give another --out."
         ) from error
     if differing:
         name = differing[0]
         raise ArgumentError(
             f"TG-PREPARE-017: {place}/{PLAN}: {name} was {str(previous.get(name))[:80]!r} and is now "
-            f"{str(plan.get(name))[:80]!r}. The shards would not be those of one run. {remedy}"
+            f"{str(plan.get(name))[:80]!r}. The shards of both runs do not fit together. {remedy}"
         )
 
 
@@ -350,14 +354,12 @@ def _plan(
     if names != ["-"]:
         places = expand(names)
         if missing := [place.path for place in places if place.kind == "file" and not os.path.exists(place.path)]:
-            raise TracegradError(
-                f"TG-PREPARE-018: {missing[0]}: No such file or directory. Nothing is read. Check the path."
-            )
+            raise TracegradError(f"TG-PREPARE-018: {missing[0]}: No such file or directory. Check the path.")
         sizes, times = [place.size for place in places], [place.modified for place in places]
         source |= {"source_bytes": sizes[0], "source_mtime_ns": times[0]} if len(places) == 1 else {}
         source |= {"source_bytes": sizes, "source_mtime_ns": times} if len(places) > 1 else {}
     options = {f"data.{name}": getattr(data, name) for name in ALIGN_OPTIONS}
-    options |= {f"map.{name}": path for name, path in map.told().items()}
+    options |= {f"map.{name}": path for name, path in map.paths().items()}
     sizes_of_cuts = {"shard_traces": shard_traces, "part_bytes": part_bytes}
     return {**source, "tokenizer": _checksum(model), **sizes_of_cuts, **options, "version": _core.__version__}
 

@@ -1,4 +1,4 @@
-"""Cut inputs into parts by content, so that any number of workers writes the same folder."""
+"""Split inputs into parts by content, so that any number of workers writes the same folder."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _STEP = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
 
-def split_file(place: Place, part_bytes: int, told: FieldMap) -> list[Place]:
+def split_file(place: Place, part_bytes: int, map: FieldMap) -> list[Place]:
     """Return a file in pieces of about `part_bytes`.
 
     A file that is not larger, or does not have a record per line, is returned unchanged.
@@ -35,7 +35,7 @@ def split_file(place: Place, part_bytes: int, told: FieldMap) -> list[Place]:
                 return [place]
             bounds = [0]
             for target in range(part_bytes, place.size, part_bytes):
-                bound = _find_cut(file, place, target, min(target + part_bytes, place.size), told)
+                bound = _find_cut(file, place, target, min(target + part_bytes, place.size), map)
                 if bounds[-1] < bound < place.size:
                     bounds.append(bound)
             return _with_lines(file, place, [*bounds, place.size]) if len(bounds) > 1 else [place]
@@ -99,10 +99,10 @@ def _group_before(file: BinaryIO, place: Place, start: int, field_map: FieldMap)
     """
     end, limit = start, max(start - _BLOCK, 0)
     while end > limit:
-        begin = _line_before(file, end)
-        if groups := _groups(place, begin, end, field_map):
+        start_of_line = _line_before(file, end)
+        if groups := _groups(place, start_of_line, end, field_map):
             return groups[-1:]
-        end = begin
+        end = start_of_line
     return []
 
 
@@ -155,12 +155,12 @@ class Part:
     Args:
         index: its number, from 0.
         places: files or pieces of files, in order.
-        alone: whether it is the only part.
+        is_only: whether it is the only part.
     """
 
     index: int
     places: tuple[Place, ...]
-    alone: bool = False
+    is_only: bool = False
 
     @property
     def name(self) -> str:
@@ -182,10 +182,10 @@ class Part:
 def split_inputs(
     source: str | Sequence[str | os.PathLike[str]], part_bytes: int = PART_BYTES, map: FieldMap | None = None
 ) -> tuple[list[Part], str]:
-    """Cut an input into parts.
+    """Split an input into parts.
 
-    Files are combined in order until a part has `part_bytes`. A larger file is cut between records where the group
-    changes, if it is local, uncompressed and has a record per line. Any other file stays in one part.
+    Files are combined in order until a part has `part_bytes`. A larger file is split between records of different
+    groups if it is local, uncompressed and has a record per line. Any other file stays in one part.
 
     Args:
         source: one or several names that `tracegrad.read` accepts.
@@ -202,7 +202,7 @@ def split_inputs(
     field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
     if reason := _reason_not_cut(places, field_map):
-        return [Part(0, tuple(places), alone=True)], reason if _size(places) > part_bytes else ""
+        return [Part(0, tuple(places), is_only=True)], reason if _size(places) > part_bytes else ""
     parts: list[list[Place]] = [[]]
     for place in places:
         for piece in split_file(place, part_bytes, field_map):
@@ -210,15 +210,15 @@ def split_inputs(
             if size and piece.size and size + piece.size > part_bytes:  # Empty files do not start a part.
                 parts.append([])
             parts[-1].append(piece)
-    return [Part(index, tuple(part_places), alone=len(parts) == 1) for index, part_places in enumerate(parts)], ""
+    return [Part(index, tuple(part_places), is_only=len(parts) == 1) for index, part_places in enumerate(parts)], ""
 
 
 def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str:
-    """Return the reason why an input is not cut, or ""."""
+    """Return the reason why an input is not split, or ""."""
     if field_map.session:
-        return "--map.session joins records of the whole input"
+        return "--map.session joins records of all inputs"
     if any(not _can_reread(place) for place in places):
-        return "what comes through a pipe can be read once"
+        return "a pipe can be read only once"
     return ""
 
 

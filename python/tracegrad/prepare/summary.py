@@ -17,7 +17,7 @@ from tracegrad.data.codes import ASSUMED_LEVELS, TIER_TEXT
 from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.trace import ReadReport, add_reports
 
-_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "places", "seeing")
+_COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "image_positions", "traces_with_images")
 
 
 @dataclass
@@ -25,28 +25,28 @@ class IngestSummary:
     """Counts of reading and aligning, added up over shards.
 
     Args:
-        source, named: the inputs as text for one line, and as a list of names.
-        read, mapped: counts of the reader, and lines about mapped, joined and converted fields.
-        found: if no reward or group is known, likely fields as flags to type.
+        source, inputs: the inputs as text for one line, and as a list of names.
+        read, mapping_lines: counts of the reader, and lines about mapped, joined and converted fields.
+        candidate_lines: if no reward or group is known, likely fields as flags to type.
         traces, groups, branches, tokens, terms: counts of the aligned sequences.
         tiers: alignment level to numbers of sampled tokens, trainable tokens and generations.
         drift: mismatch reason to numbers of findings, traces and tokens.
         recorded, exact: tokens recorded as sampled, and those of them with an exact id and a logprob.
         group_keys: per shard, a [groups] uint64 array of hashed group names.
-        places, seeing: number of positions with an image, and of traces with an image.
+        image_positions, traces_with_images: number of positions with an image, and of traces with an image.
         picture_keys: per shard, a [images] uint64 array from the digests of its distinct images.
-        parts, whole: number of parts of the input, and the reason if a large input stayed in one part.
-        rewards, reward: names of the rewards that any trace has, and the one selected for training.
+        parts, reason_not_cut: number of parts of the input, and the reason if a large input stayed in one part.
+        rewards, reward: names of the rewards that any trace has, and of those selected for training.
         profiles: server profile to number of traces whose prompts were rendered by its rules.
         errors: one line for each trace that could not be aligned and was left out.
         template: result of probing the chat template, with its `warnings`.
     """
 
     source: str
-    named: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
     read: ReadReport = field(default_factory=ReadReport)
-    mapped: list[str] = field(default_factory=list)
-    found: list[str] = field(default_factory=list)
+    mapping_lines: list[str] = field(default_factory=list)
+    candidate_lines: list[str] = field(default_factory=list)
     traces: int = 0
     branches: int = 0
     tokens: int = 0
@@ -59,13 +59,13 @@ class IngestSummary:
     profiles: dict[str, int] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     group_keys: list[NDArray[np.uint64]] = field(default_factory=list)
-    places: int = 0
-    seeing: int = 0
+    image_positions: int = 0
+    traces_with_images: int = 0
     picture_keys: list[NDArray[np.uint64]] = field(default_factory=list)
     parts: int = 1
-    whole: str = ""
+    reason_not_cut: str = ""
     rewards: list[str] = field(default_factory=list)
-    reward: str = ""
+    reward: tuple[str, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -73,12 +73,12 @@ class IngestSummary:
         return len(np.unique(self._keys))
 
     @property
-    def pictures(self) -> dict[str, int]:
+    def images(self) -> dict[str, int]:
         """Return the numbers of image positions, distinct images, and traces with images. Empty without images."""
-        if not self.places:
+        if not self.image_positions:
             return {}
         distinct = len(np.unique(np.concatenate(self.picture_keys)))
-        return {"places": self.places, "pictures": distinct, "traces": self.seeing}
+        return {"places": self.image_positions, "pictures": distinct, "traces": self.traces_with_images}
 
     @property
     def cut_groups(self) -> int:
@@ -90,7 +90,7 @@ class IngestSummary:
         return np.concatenate([np.zeros(0, np.uint64), *self.group_keys])
 
     @property
-    def lone(self) -> bool:
+    def has_only_single_trace_groups(self) -> bool:
         """Return whether there are several traces and no two share a group."""
         return self.traces > 1 and self.groups == self.traces
 
@@ -100,20 +100,20 @@ class IngestSummary:
         self.branches += sequences.branches
         self.tokens += sequences.tokens
         self.terms += len(sequences.terms)
-        self.recorded += sequences.drift.recorded
-        self.exact += sequences.drift.exact
-        self.errors += sequences.drift.errors
+        self.recorded += sequences.alignment_report.recorded
+        self.exact += sequences.alignment_report.exact
+        self.errors += sequences.alignment_report.errors
         self.group_keys.append(np.unique(hashes(sequences.group_names)[:, 0]))
         if (images := sequences.images) is not None and len(images):
-            self.places += len(images)
-            self.seeing += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
-            digests = np.ascontiguousarray(images.pictures.digest[np.unique(images.picture), :8])
+            self.image_positions += len(images)
+            self.traces_with_images += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
+            digests = np.ascontiguousarray(images.pictures.digest[np.unique(images.image), :8])
             self.picture_keys.append(digests.view("<u8").reshape(-1).astype(np.uint64))
         has_reward = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
         self.rewards += [name for name, has_values in has_reward if has_values and name not in self.rewards]
-        self._add_profiles(sequences.drift.server_profiles)
+        self._add_profiles(sequences.alignment_report.server_profiles)
         _add(self.tiers, sequences.tiers())
-        _add(self.drift, sequences.drift.table())
+        _add(self.drift, sequences.alignment_report.table())
 
     def counts(self) -> dict[str, Any]:
         """Return the counts that `join` adds to another summary, as JSON values."""
@@ -121,31 +121,33 @@ class IngestSummary:
         counts |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
         return {**counts, "read": asdict(self.read)}
 
-    def join(self, told: Mapping[str, Any]) -> None:
+    def merge(self, counts: Mapping[str, Any]) -> None:
         """Add the output of `counts` of a part.
 
         Raises:
             KeyError, TypeError, ValueError: if it is invalid.
         """
         for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + int(told[name]))
-        self.errors += told["errors"]
+            setattr(self, name, getattr(self, name) + int(counts[name]))
+        self.errors += counts["errors"]
         for name in ("group_keys", "picture_keys"):
-            keys = np.frombuffer(base64.b64decode(told[name]), "<u8").astype(np.uint64)
+            keys = np.frombuffer(base64.b64decode(counts[name]), "<u8").astype(np.uint64)
             getattr(self, name).append(keys)
-        self.rewards += [name for name in told["rewards"] if name not in self.rewards]
-        self._add_profiles(told["profiles"])
-        _add(self.tiers, told["tiers"])
-        _add(self.drift, told["drift"])
-        formats = {name: (count, sign) for name, (count, sign) in told["read"]["formats"].items()}
-        self.read = add_reports(self.read, ReadReport(**{**told["read"], "formats": formats}))
+        self.rewards += [name for name in counts["rewards"] if name not in self.rewards]
+        self._add_profiles(counts["profiles"])
+        _add(self.tiers, counts["tiers"])
+        _add(self.drift, counts["drift"])
+        formats = {name: (count, sign) for name, (count, sign) in counts["read"]["formats"].items()}
+        self.read = add_reports(self.read, ReadReport(**{**counts["read"], "formats": formats}))
 
-    def look(self, named: list[str], told: FieldMap) -> None:
+    def infer_fields(self, inputs: list[str], field_map: FieldMap) -> None:
         """Search for likely fields if no trace has a reward, or if every group has one trace."""
-        missing = ["reward"] * (not self.rewards) + ["group"] * (self.lone and not told.group)
+        missing = ["reward"] * (not self.rewards) + ["group"] * (
+            self.has_only_single_trace_groups and not field_map.group
+        )
         if missing:
-            candidates = infer_fields.infer(named, told)
-            self.found = candidates.lines([*missing, *(["session"] if not told.session else [])])
+            candidates = infer_fields.infer(inputs, field_map)
+            self.candidate_lines = candidates.lines([*missing, *(["session"] if not field_map.session else [])])
 
     def probe(self, tokenizer: Tokenizer) -> None:
         """Store the result of probing the tokenizer's chat template with a conversation."""
@@ -159,12 +161,12 @@ class IngestSummary:
         return {
             **counts,
             **alignment,
-            **({"pictures": self.pictures} if self.pictures else {}),
+            **({"pictures": self.images} if self.images else {}),
             **({"server_profiles": self.profiles} if self.profiles else {}),
             "errors": self.errors,
             "template": self.template,
             "read": asdict(self.read),
-            "mapped": self.mapped,
+            "mapped": self.mapping_lines,
             "parts": self.parts,
             "groups_in_several_shards": self.cut_groups,
         }
@@ -176,9 +178,9 @@ class IngestSummary:
         out = [
             f"read     {self.traces:,} traces in {groups} from {self.source}{bad}",
             *(f"         {count:,} as {name}: {sign}" for name, (count, sign) in self.read.formats.items()),
-            *self.mapped,
+            *self.mapping_lines,
             *self._cut(),
-            *self.found,
+            *self.candidate_lines,
             *describe_reward_choice(self.rewards, self.reward),
             f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
             *self._pictured(),
@@ -191,18 +193,19 @@ class IngestSummary:
         out += self._guessed()
         if self.recorded and self.tiers.keys() - {"T6"}:
             share = 1 - self.exact / self.recorded
-            out.append(f"drift    {share:.3%} of {self.recorded:,} recorded tokens are without an exact id and logprob")
+            out.append(f"align    {share:.3%} of {self.recorded:,} recorded tokens could not be matched exactly")
         out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
         return out
 
     def _cut(self) -> list[str]:
         """Return lines about the number of parts, and about groups that were split over shards."""
         out = [f"parts    {self.parts:,}"] if self.parts > 1 else []
-        out += [f"parts    1: {self.whole}"] if self.whole else []
+        out += [f"parts    1: {self.reason_not_cut}"] if self.reason_not_cut else []
         if cut := self.cut_groups:
             out.append(
-                f"groups   {cut:,} of {self.groups:,} have traces in several shards, by one name: `train` on the "
-                "folder brings them together, a shard read alone has some of their traces"
+                f"groups   {cut:,} of {self.groups:,} have traces in several shards, under the same name: `train` on "
+                "the "
+                "folder joins them, but a single shard has only some of their traces"
             )
         return out
 
@@ -217,7 +220,7 @@ class IngestSummary:
 
     def _pictured(self) -> list[str]:
         """Return a line with the numbers of image positions, images and traces with images."""
-        if not (counts := self.pictures):
+        if not (counts := self.images):
             return []
         places, pictures, traces = (f"{counts[name]:,} {name[:-1]}{'s' * (counts[name] != 1)}" for name in counts)
         return [f"pictures {places} of {pictures} in {traces}"]

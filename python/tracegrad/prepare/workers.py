@@ -62,7 +62,7 @@ def sendable(error: Exception) -> Exception:
 
 
 MAX_RETRIES = 2
-"""Maximum number of times that a part is given to another process."""
+"""Maximum number of times that a part is assigned to another process."""
 _START = "import sys; from tracegrad.prepare.workers import main; main(int(sys.argv[1]))"
 
 ProgressCallback = Callable[[Part, int, int], None]
@@ -76,11 +76,11 @@ class Workers:
         job: settings that the parts share.
         count: number of processes.
         lock: handle that the processes inherit, so that its lock lasts until the last of them has ended.
-        say: progress callback for each part.
+        log: progress callback for each part.
     """
 
-    def __init__(self, job: Job, count: int, lock: int | None = None, say: ProgressCallback | None = None) -> None:
-        self._job, self._count, self._lock, self._say = job, count, lock, say
+    def __init__(self, job: Job, count: int, lock: int | None = None, log: ProgressCallback | None = None) -> None:
+        self._job, self._count, self._lock, self._say = job, count, lock, log
         self._all: list[_Worker] = []
 
     def __enter__(self) -> "Workers":
@@ -90,7 +90,7 @@ class Workers:
         for worker in self._all:
             worker.end()
 
-    def doing(self, part: Part) -> int | None:
+    def pid_of(self, part: Part) -> int | None:
         """Return the id of the process that works on a part now, or None."""
         return next((worker.process.pid for worker in self._all if worker.part == part), None)
 
@@ -109,7 +109,7 @@ class Workers:
                 part = worker.part
                 if part is None or worker not in self._all:
                     continue  # It was ended because an earlier part failed.
-                kind, payload, count = worker.heard()
+                kind, payload, count = worker.receive()
                 if kind in ("begun", "far"):
                     if self._say is not None:
                         self._say(part, payload, count)
@@ -131,7 +131,7 @@ class Workers:
             raise failed[min(failed)]
 
     def _assign(self, waiting: "deque[Part]") -> None:
-        """Give a part to each free process, and start processes up to the limit."""
+        """Assign a part to each free process, and start processes up to the limit."""
         while waiting:
             worker = next((worker for worker in self._all if worker.part is None), None)
             if worker is None:
@@ -184,11 +184,11 @@ class _Worker:
             self.pipe.send(message)
 
     def ask(self, part: Part) -> None:
-        """Give the process a part."""
+        """Send a part to the process."""
         self.part = part
         self._send(part)
 
-    def heard(self) -> tuple[str, Any, Any]:
+    def receive(self) -> tuple[str, Any, Any]:
         """Return the next message, "lost" if the process has ended."""
         try:
             return self.pipe.recv()
@@ -205,6 +205,6 @@ class _Worker:
 def _lost(part: Part, times: int, status: int) -> TracegradError:
     end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
     return TracegradError(
-        f"TG-PREPARE-020: {part}: the process that did it ended {end}, {times} times. The part is not done; the others "
-        "are kept. Where memory was short, give fewer --workers or smaller --shard-traces, and go on with --resume."
+        f"TG-PREPARE-020: {part}: its process ended {end}, {times} times. The other parts are kept. "
+        "If memory ran out, use fewer --workers or a smaller --shard-traces, and continue with --resume."
     )

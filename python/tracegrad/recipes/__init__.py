@@ -33,8 +33,7 @@ def find(name: str) -> Recipe:
         return verl.named(name)
     if isinstance(getattr(presets, name, None), Objective) and name not in __all__:
         raise ArgumentError(
-            f"TG-RECIPE-001: {name} is an objective without a recipe: its source leaves open how rewards become "
-            f"advantages. Nothing but the loss would be set. Say --objective {name}, and --advantage.scale as you need "
-            "it."
+            f"TG-RECIPE-001: {name} is an objective without a recipe: its source does not define the advantages. Set "
+            f"--objective {name}, and choose --advantage.scale."
         )
     return presets.load_named(name, Recipe, __name__, "recipe")

@@ -30,14 +30,14 @@ def from_art(config: Any) -> Recipe:
     Raises:
         ArgumentError: for options without a counterpart, by name and with a fix.
 
-    >>> print(from_art({"epsilon_high": 3.0}).objective.weights[0].shape)
+    >>> print(from_art({"epsilon_high": 3.0}).objective.weights[0].transform)
     clamp(w, 0, 4)
     """
-    return read(ART, flat(config.model_dump() if hasattr(config, "model_dump") else config, deepest=0))
+    return read(ART, flat(config.model_dump() if hasattr(config, "model_dump") else config, max_depth=0))
 
 
 def _build(o: PeerConfig) -> Recipe:
-    ppo = o["ppo"] or o.among("loss_fn", {"cispo": False, "ppo": True})
+    ppo = o["ppo"] or o.lookup("loss_fn", {"cispo": False, "ppo": True})
     low = (0.2 if ppo else 1.0) if o["epsilon"] is None else o["epsilon"]
     high = (low if ppo else 4.0) if o["epsilon_high"] is None else o["epsilon_high"]
     ratio, cap = _OLD if o["precalculate_logprobs"] else _DIRECT, o[_CAP] or None
@@ -45,18 +45,20 @@ def _build(o: PeerConfig) -> Recipe:
     levels: dict[str, Aggregation] = {"token": Aggregation(), "sequence": _MEAN}
     levels["average"] = Aggregation("trace", "mean", blend="arithmetic")
     levels["geometric_average"] = Aggregation("trace", "mean", blend="geometric")
-    level, weights, shifts = o.among("importance_sampling_level", levels), (), ()
+    level, weights, shifts = o.lookup("importance_sampling_level", levels), (), ()
     if bound is not None:
-        weights = (Weight(_MISMATCH, shape=Truncate(0.0, bound)),)
+        weights = (Weight(_MISMATCH, transform=Truncate(0.0, bound)),)
         if not o["precalculate_logprobs"]:
-            o.no("truncated_importance_sampling", "without precalculate_logprobs ART squares the ratio", "tell both")
+            o.refuse("truncated_importance_sampling", "without precalculate_logprobs ART squares the ratio", "set both")
     if o["kimi_k2_tau"]:
         shifts = (AdvantageShift(ratio, o["kimi_k2_tau"]),)
     if o["kl_penalty_coef"]:
         shifts = (*shifts, AdvantageShift(Ratio("theta", "ref"), o["kl_penalty_coef"], center="microbatch"))
     if o["mask_prob_ratio"] and (ppo or low < 1):
-        reason = "masked terms keep the weight 1 - epsilon there, and a constant loss under ppo; here they have none"
-        o.no("mask_prob_ratio", reason, "epsilon 1, or a Gate")
+        reason = (
+            "masked tokens keep the weight 1 - epsilon in ART, and a constant loss with ppo; here they have no loss"
+        )
+        o.refuse("mask_prob_ratio", reason, "epsilon 1, or a Rejection")
     if ppo:
         objective = Objective(Clip(low, most, delta=cap, level=level), ratio, weights, (), (), _TRACES, shifts)
     else:  # a ratio that the cap limits below 1 + epsilon_high is within the window
@@ -65,7 +67,7 @@ def _build(o: PeerConfig) -> Recipe:
         shape = MaskOutside(least, 1 + high, strict=True) if masked else Truncate(least, 1 + most)
         objective = Objective(PolicyGradient(), None, (*weights, Weight(ratio, level, shape)), (), (), _TRACES, shifts)
     scaled = o["scale_rewards"] and o["normalize_advantages"]
-    advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, singleton="zero")
+    advantage = Advantage(scale="std" if scaled else "none", ddof=0 if scaled else 1, single_sample_group="zero")
     for name in ("mean size of advantages", "AdamW", "missing logprobs"):
         o.differs(name)
     if scaled:
@@ -96,46 +98,46 @@ ART = Peer(
     version="0.5.18",
     options=_OPTIONS,
     build=_build,
-    beside={"truncated_importance_sampling": {"precalculate_logprobs": True}},
-    without={
+    with_options={"truncated_importance_sampling": {"precalculate_logprobs": True}},
+    unsupported={
         "advantage_balance": UnsupportedOption(
             (0.0, 0),
-            "advantages of both signs count alike",
-            "advantage.by_mean_size in a trainer of your own",
-            of_run=True,
+            "advantages of both signs have the same weight",
+            "advantage.by_mean_size in your own training loop",
+            run_only=True,
         ),
-        "adam_params": UnsupportedOption((None,), "it is a class of another backend's", "optimizer.*", of_run=True),
-        "loss_fn_config": UnsupportedOption((None,), "ART's local backend takes none either", "leave it out"),
+        "adam_params": UnsupportedOption((None,), "it is a class of another backend", "optimizer.*", run_only=True),
+        "loss_fn_config": UnsupportedOption((None,), "ART's local backend does not accept it either", "remove it"),
         "scale_learning_rate_by_reward_std_dev": UnsupportedOption(
-            (False,), "rates follow a schedule", "schedule.name", of_run=True
+            (False,), "the learning rate follows a schedule", "schedule.name", run_only=True
         ),
         "num_trajectories_learning_rate_multiplier_power": UnsupportedOption(
-            (0.0, 0), "rates follow a schedule", "schedule.name", of_run=True
+            (0.0, 0), "the learning rate follows a schedule", "schedule.name", run_only=True
         ),
         "allow_training_without_logprobs": UnsupportedOption(
-            (False,), "a missing logprob would be a ratio of 1 in disguise", "objective TOPR_POSITIVE, --text-only"
+            (False,), "a missing logprob would silently become a ratio of 1", "objective TOPR_POSITIVE, --text-only"
         ),
         "kl_penalty_reference_step": UnsupportedOption(
-            (None,), "the reference is a folder", "train.ref_model", of_run=True
+            (None,), "the reference is a folder", "train.ref_model", run_only=True
         ),
         "kl_ref_adapter_path": UnsupportedOption(
-            (None,), "the reference is a folder of whole weights", "train.ref_model", of_run=True
+            (None,), "the reference is a folder of full weights", "train.ref_model", run_only=True
         ),
     },
-    own=(
+    ignored=(
         "grad_accumulation_sequences plot_tensors logprob_calculation_chunk_size packed_sequence_length "
         "save_checkpoint verbose moe_routing_* batch_size"
     ),
     differs={
         "mean size of advantages": (
-            "ART divides the advantages of a batch by their mean size, which no option says; here it is "
-            "advantage.by_mean_size in a trainer of your own. A step of AdamW is nearly the same without it"
+            "ART divides the advantages of a batch by their mean size, without an option. Here, call "
+            "advantage.by_mean_size in your own training loop. A step of AdamW is nearly the same without it"
         ),
         "AdamW": (
-            "ART's is of 8 bits, with weight decay 0.1 and gradients cut at a norm of 0.1, whatever its call says; "
-            "here optimizer.weight_decay is 0 and optimizer.grad_clip 1 unless they are told"
+            "ART always uses 8-bit AdamW with weight decay 0.1 and gradients clipped to a norm of 0.1; here the "
+            "defaults are optimizer.weight_decay 0 and optimizer.grad_clip 1"
         ),
-        "missing logprobs": "a missing logprob is a ratio of 1 in ART; here its term is dropped and counted",
-        "epsilon of the deviation": "ART adds 1e-6 to the standard deviation of a group, this 1e-4",
+        "missing logprobs": "a missing logprob is a ratio of 1 in ART; here its token is dropped and counted",
+        "epsilon of the deviation": "ART adds 1e-6 to the standard deviation of a group, tracegrad 1e-4",
     },
 )

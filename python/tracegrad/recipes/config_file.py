@@ -15,17 +15,18 @@ _IMPORTERS = {"trl": from_trl, "verl": from_verl, "skyrl": from_skyrl, "art": fr
 _MOST_BYTES = 1 << 18
 
 
-def like(told: str) -> Recipe:
+def like(argument: str) -> Recipe:
     """Load the recipe of `peer:file`, a YAML or JSON file with the config of trl, verl, skyrl or art.
 
     Raises:
         ArgumentError: for another peer, a file that is not such a config, and options that the peer's import function
             rejects.
     """
-    peer, _, file = told.partition(":")
+    peer, _, file = argument.partition(":")
     if peer not in _IMPORTERS or not file:
         raise ArgumentError(
-            f"TG-RECIPE-002: --like {told!r:.100} names no config. Write {', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
+            f"TG-RECIPE-002: --from-config {argument!r:.100} is not the name of a config. Write "
+            f"{', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
         )
     try:
         return _IMPORTERS[peer](_read(Path(file)))
@@ -40,18 +41,18 @@ def _read(path: Path) -> Any:
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ArgumentError(f"TG-RECIPE-003: {reason}. The recipe is not known. Give a YAML or JSON file.") from error
+        raise ArgumentError(f"TG-RECIPE-003: {reason}. Pass a YAML or JSON file.") from error
     if len(data) > _MOST_BYTES:
-        raise ArgumentError(f"TG-RECIPE-004: more than {_MOST_BYTES:,} bytes. It is no config. Give another.")
+        raise ArgumentError(
+            f"TG-RECIPE-004: the file has more than {_MOST_BYTES:,} bytes, too many for a config. Pass another file."
+        )
     try:
         options = json.loads(text) if path.suffix == ".json" else _yaml(text)
     except (ValueError, RecursionError) as error:
-        raise ArgumentError(
-            f"TG-RECIPE-005: it cannot be read: {str(error)[:200]!r}. Nothing of it was used. Correct it."
-        ) from error
+        raise ArgumentError(f"TG-RECIPE-005: the file cannot be parsed: {str(error)[:200]!r}. Correct it.") from error
     if not isinstance(options, dict):
         raise ArgumentError(
-            f"TG-RECIPE-006: it holds a {type(options).__name__}, and options have names. Give a file of options."
+            f"TG-RECIPE-006: the file contains a {type(options).__name__} instead of named options. Pass another file."
         )
     return options
 
@@ -61,13 +62,13 @@ def _yaml(text: str) -> Any:
         import yaml
     except ImportError:
         raise ArgumentError(
-            "TG-RECIPE-007: YAML needs pyyaml, which is not installed. pip install pyyaml, or give JSON."
+            "TG-RECIPE-007: YAML needs pyyaml, which is not installed. Run pip install pyyaml, or pass JSON."
         ) from None
 
     class Loader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError("an alias, by which a short file holds a billion values; write what it stands for")
+                raise ValueError("an alias, which lets a short file expand to a billion values; write out its value")
             return super().compose_node(parent, index)
 
     try:

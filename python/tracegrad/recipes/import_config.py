@@ -23,14 +23,14 @@ class UnsupportedOption:
     Args:
         harmless: values that change nothing, the peer's default first.
         why: the effect of the option, and the reason why it is not supported.
-        cure: an equivalent option, or another fix.
-        of_run: whether the option affects only the run and not the objective. Then only a run rejects it.
+        fix: an equivalent option, or another fix.
+        run_only: whether the option affects only the run and not the objective. Then only a run rejects it.
     """
 
     harmless: tuple[Any, ...]
     why: str
-    cure: str
-    of_run: bool = False
+    fix: str
+    run_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Peer:
         options: the supported options by dotted name: the peer's default, then other values. The values appear on
             docs/coming-from.md and are compared with the peer's own code.
         build: builds the recipe from the values of all options.
-        beside: other options that must be set with an option, or with one of its values, so that it has an effect.
-        without: options that have no counterpart.
-        own: patterns of options that affect how the peer runs, not what it minimises.
+        with_options: other options that must be set, so that an option or one of its values has an effect.
+        unsupported: options that have no counterpart.
+        ignored: patterns of options that affect how the peer runs, not what it minimises.
         differs: intended differences from the peer's numbers, by name, with {sizes} that `build` fills in.
     """
 
@@ -53,27 +53,29 @@ class Peer:
     version: str
     options: Mapping[str, tuple[Any, ...]]
     build: "Callable[[PeerConfig], Recipe]"
-    beside: Mapping[str | tuple[str, Any], Mapping[str, Any]]
-    without: Mapping[str, UnsupportedOption]
-    own: str
+    with_options: Mapping[str | tuple[str, Any], Mapping[str, Any]]
+    unsupported: Mapping[str, UnsupportedOption]
+    ignored: str
     differs: Mapping[str, str]
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """Yield (option, value, other options to set) for each value of each option except its default."""
         for name, (_, *values) in self.options.items():
-            yield from ((name, value, self.beside.get((name, value), self.beside.get(name, {}))) for value in values)
+            yield from (
+                (name, value, self.with_options.get((name, value), self.with_options.get(name, {}))) for value in values
+            )
 
-    def recipe(self, told: Mapping[str, Any], refused: Sequence[str] = ()) -> Recipe:
+    def recipe(self, values: Mapping[str, Any], refused: Sequence[str] = ()) -> Recipe:
         """Build the recipe of these options, without the effect of each option.
 
         Args:
-            told: values of options; other options have their default.
+            values: values of options; other options have their default.
             refused: messages about rejected options.
 
         Raises:
             ArgumentError: for all options without a counterpart at once, those in `refused` first.
         """
-        values = {name: values[0] for name, values in self.options.items()} | {**told}
+        values = {name: values[0] for name, values in self.options.items()} | {**values}
         config = PeerConfig(values, self.differs, [*refused])
         try:
             recipe = self.build(config)
@@ -81,7 +83,7 @@ class Peer:
             self.refuse(config.refused, config.unmet)
             raise ArgumentError(f"{self.name}: {error}") from error
         self.refuse(config.refused, config.unmet)
-        return replace(recipe, differs=tuple(config.differences.items()), unmet=tuple(config.unmet))
+        return replace(recipe, differences=tuple(config.differences.items()), unsupported=tuple(config.unmet))
 
     def refuse(self, refused: list[str], unmet: Sequence[str] = ()) -> None:
         """Raise an ArgumentError about all refused options, if any, and about the options that a run would reject."""
@@ -102,7 +104,7 @@ class PeerConfig:
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def among(self, name: str, known: Mapping[Any, Any], *, of_run: bool = False) -> Any:
+    def lookup(self, name: str, known: Mapping[Any, Any], *, of_run: bool = False) -> Any:
         """Return the counterpart of an option's value. An unknown value is refused.
 
         Args:
@@ -115,10 +117,10 @@ class PeerConfig:
         """
         if self.values[name] in known:
             return known[self.values[name]]
-        self.no(name, "it is not known here", f"known: {', '.join(map(str, known))}", of_run=of_run)
+        self.refuse(name, "this value is not supported", f"one of {', '.join(map(str, known))}", of_run=of_run)
         return None if of_run else next(iter(known.values()))
 
-    def no(self, name: str, why: str, cure: str, *, of_run: bool = False) -> None:
+    def refuse(self, name: str, why: str, cure: str, *, of_run: bool = False) -> None:
         """Record that an option is refused. With `of_run`, only a run raises the error."""
         (self.unmet if of_run else self.refused).append(_refusal_message(name, self.values[name], why, cure))
 
@@ -127,7 +129,7 @@ class PeerConfig:
         self.differences[name] = self.known[name].format(**sizes)
 
 
-def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
+def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
     """Convert a flat config of a peer to a recipe.
 
     Raises:
@@ -136,25 +138,27 @@ def read(peer: Peer, given: Mapping[str, Any]) -> Recipe:
     values: dict[str, Any] = {}
     refused: list[str] = []
     unmet: list[str] = []
-    for name, value in given.items():
+    for name, value in config.items():
         raw = value.value if isinstance(value, enum.Enum) else value
         if name in peer.options:
             values[name] = _convert(peer, name, raw)
-        elif name in peer.without:
-            counterpart = peer.without[name]
+        elif name in peer.unsupported:
+            counterpart = peer.unsupported[name]
             if raw not in counterpart.harmless:
-                (unmet if counterpart.of_run else refused).append(
-                    _refusal_message(name, raw, counterpart.why, counterpart.cure)
+                (unmet if counterpart.run_only else refused).append(
+                    _refusal_message(name, raw, counterpart.why, counterpart.fix)
                 )
-        elif not any(fnmatchcase(name, pattern) for pattern in peer.own.split()):
-            fix = nearest(str(name)[:80], [*peer.options, *peer.without])
-            fix = fix if fix.startswith("Did") else "leave it out if it says how a run runs"
+        elif not any(fnmatchcase(name, pattern) for pattern in peer.ignored.split()):
+            fix = nearest(str(name)[:80], [*peer.options, *peer.unsupported])
+            fix = fix if fix.startswith("Did") else "remove it if it does not change the method"
             refused.append(_refusal_message(str(name), raw, f"{peer.name} {peer.version} has no such option", fix))
     recipe = peer.recipe(values, [*refused, *unmet] if refused else ())
-    return replace(recipe, told=tuple(_effects(peer, values, recipe)), unmet=(*unmet, *recipe.unmet))
+    return replace(
+        recipe, imported_options=tuple(_effects(peer, values, recipe)), unsupported=(*unmet, *recipe.unsupported)
+    )
 
 
-def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, Any]:
+def flat(config: Any, prefix: str = "", max_depth: int = _DEEPEST) -> dict[str, Any]:
     """Flatten mappings and dataclasses to values by dotted name, up to `deepest` levels.
 
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
@@ -162,20 +166,20 @@ def flat(config: Any, prefix: str = "", deepest: int = _DEEPEST) -> dict[str, An
     """
     if not isinstance(config, Mapping) and not (is_dataclass(config) and not isinstance(config, type)):
         raise ArgumentError(
-            f"TG-RECIPE-008: the config is {type(config).__name__}, and its options have no names. Pass its own "
-            f"class, or a dict."
+            f"TG-RECIPE-008: the config is {type(config).__name__}, which has no named options. Pass the trainer's "
+            f"config class, or a dict."
         )
     items = dict(config) if isinstance(config, Mapping) else {f.name: getattr(config, f.name) for f in fields(config)}
     values: dict[str, Any] = {}
     for key, value in items.items():
         name = f"{prefix}{key}"
-        if deepest and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
-            values |= flat(value, f"{name}.", deepest - 1) or {name: None}
+        if max_depth and (isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))):
+            values |= flat(value, f"{name}.", max_depth - 1) or {name: None}
         elif key != "_target_":
             values[name] = value
         if len(values) > _MOST:
             raise ArgumentError(
-                f"TG-RECIPE-009: the config has more than {_MOST:,} options. It is none of a trainer's. Pass another."
+                f"TG-RECIPE-009: the config has more than {_MOST:,} options, too many for a trainer. Pass another."
             )
     return values
 
@@ -200,14 +204,14 @@ def _convert(peer: Peer, name: str, value: Any) -> Any:
         reason = (
             "it is an interpolation" if is_interpolation else f"it must be {' or '.join(k.__name__ for k in types)}"
         )
-        peer.refuse([_refusal_message(name, value, reason, "resolve it, or leave it out")])
+        peer.refuse([_refusal_message(name, value, reason, "resolve it, or remove it")])
     if is_number and isinstance(value, (int, float)) and value == value // 1:
         return float(value) if isinstance(default, float) else int(value)
     return value
 
 
-def _refusal_message(name: str, value: Any, why: str, cure: str) -> str:
-    return f"{name[:100]} = {str(value)[:60]!r} ({why}; {cure})"
+def _refusal_message(name: str, value: Any, reason: str, fix: str) -> str:
+    return f"{name[:100]} = {str(value)[:60]!r} ({reason}; {fix})"
 
 
 def _effects(peer: Peer, values: Mapping[str, Any], complete: Recipe) -> list[tuple[str, str]]:
@@ -218,11 +222,13 @@ def _effects(peer: Peer, values: Mapping[str, Any], complete: Recipe) -> list[tu
             continue
         try:
             without = peer.recipe({other: values[other] for other in values if other != name})
-            effect = changes(without, complete) or "without effect beside the others"
-            if without.unmet != complete.unmet:
-                effect = "what the others need" if {*without.unmet} - {*complete.unmet} else "refused by a run"
+            effect = changes(without, complete) or "no effect with the other options"
+            if without.unsupported != complete.unsupported:
+                effect = (
+                    "required by the others" if {*without.unsupported} - {*complete.unsupported} else "refused by a run"
+                )
         except ArgumentError:
-            effect = "what the others need"
+            effect = "required by the others"
         effects.append((f"{name} = {value}", effect))
     return effects
 
@@ -282,9 +288,9 @@ def schedule_options(
         constant_warms: whether the peer's "constant" schedule has a warm-up; transformers' has none.
         per_unit: optimizer steps per unit of the warm-up.
     """
-    name, steps = o.among(scheduler, _NAMES, of_run=True) or "constant", max(o[warmup], 0) * per_unit
+    name, steps = o.lookup(scheduler, _NAMES, of_run=True) or "constant", max(o[warmup], 0) * per_unit
     if steps != int(steps):
-        o.no(warmup, "warm-up is in steps here", "schedule.warmup_steps", of_run=True)
+        o.refuse(warmup, "the warm-up is set in steps here", "schedule.warmup_steps", of_run=True)
     if o[scheduler] == "constant" and not constant_warms:
         steps = 0
     options: list[tuple[str, str | int | float]] = [("optimizer.lr", float(o[lr])), ("schedule.name", name)]
@@ -299,5 +305,5 @@ def reward_kl(coef: float, kind: str, target: float | None, horizon: float) -> O
     options += [("reward_kl.kind", kind)] if kind != "k1" else []
     options += [("reward_kl.cap", 10.0)] if kind == "k3" else []
     if target is not None:
-        options += [("reward_kl.target", float(target)), ("reward_kl.horizon", float(horizon))]
+        options += [("reward_kl.target_kl", float(target)), ("reward_kl.horizon", float(horizon))]
     return tuple(options)

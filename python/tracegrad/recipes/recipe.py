@@ -8,13 +8,13 @@ from typing import Any
 
 from tracegrad import _html, config
 from tracegrad.config import Advantage, Config
-from tracegrad.config.schema import Scalar
+from tracegrad.config.dotted_keys import Value
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import MissingLogprobs, Objective, Ratio, presets, with_beta, with_kl
 from tracegrad.objective.serialize import to_source
 
-Options = tuple[tuple[str, Scalar], ...]
-_DEPENDENT_OPTIONS = {"objective": ("objective", "train.missing"), "advantage.baseline": ("advantage.",)}
+Options = tuple[tuple[str, Value], ...]
+_DEPENDENT_OPTIONS = {"objective": ("objective", "train.missing_logprobs"), "advantage.baseline": ("advantage.",)}
 """Options that have no effect without another one (the key), by their prefixes."""
 
 
@@ -25,11 +25,11 @@ class Recipe:
     Args:
         objective: the loss.
         advantage: how advantages are computed from rewards; None if the source does not specify it.
-        missing: the treatment of trained tokens without a recorded logprob; None if it is not specified.
+        missing_logprobs: the treatment of trained tokens without a recorded logprob; None if it is not specified.
         config: further options of a run, by their dotted names.
-        told: for an imported config, each of its options and the equivalent here.
-        differs: for an imported config, intended differences from the other trainer's numbers: name and description.
-        unmet: for an imported config, its options that affect only the run and have no counterpart. `settle` raises an
+        imported_options: for an imported config, each of its options and the equivalent here.
+        differences: for an imported config, intended differences from the other trainer: name and description.
+        unsupported: for an imported config, its run-only options that have no counterpart. `resolve` raises an
             error for them. They do not affect the objective.
 
     Raises:
@@ -48,43 +48,43 @@ class Recipe:
 
     objective: Objective
     advantage: Advantage | None = None
-    missing: MissingLogprobs | None = None
+    missing_logprobs: MissingLogprobs | None = None
     config: Options = ()
-    told: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    differs: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    unmet: tuple[str, ...] = field(default=(), compare=False)
+    imported_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    differences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    unsupported: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name, _ in self.config:
-            if name.startswith(("objective", "advantage.")) or name == "train.missing":
+            if name.startswith(("objective", "advantage.")) or name == "train.missing_logprobs":
                 raise ArgumentError(
-                    f"TG-RECIPE-010: Recipe.config has {name}, which would be said twice. Write it as a field."
+                    f"TG-RECIPE-010: Recipe.config has {name}, which is a field of Recipe. Set the field instead."
                 )
         config.update(Config(), self.config, where="Recipe.config")
-        if self.missing is not None:
-            self.objective.check_missing(self.missing)
+        if self.missing_logprobs is not None:
+            self.objective.check_missing(self.missing_logprobs)
 
     @property
     def options(self) -> Options:
         """The specified options of a run by their dotted names, the objective first.
 
-        >>> Recipe(presets.GRPO, missing="mask").options
-        (('objective', 'GRPO'), ('train.missing', 'mask'))
+        >>> Recipe(presets.GRPO, missing_logprobs="mask").options
+        (('objective', 'GRPO'), ('train.missing_logprobs', 'mask'))
         """
         options = [*objective_options(self.objective)]
         if self.advantage is not None:
             has_scale = self.advantage.scale != "none"
             options += [("advantage.baseline", self.advantage.baseline), ("advantage.scale", self.advantage.scale)]
             options += [("advantage.ddof", self.advantage.ddof)] if has_scale else []
-            if self.advantage.several != "sum_then_normalize":
-                options.append(("advantage.several", self.advantage.several))
-            if self.advantage.singleton != "refuse":
-                options.append(("advantage.singleton", self.advantage.singleton))
-        if self.missing is not None:
-            options.append(("train.missing", self.missing))
+            if self.advantage.multi_objective_aggregation != "sum_then_normalize":
+                options.append(("advantage.multi_objective_aggregation", self.advantage.multi_objective_aggregation))
+            if self.advantage.single_sample_group != "error":
+                options.append(("advantage.single_sample_group", self.advantage.single_sample_group))
+        if self.missing_logprobs is not None:
+            options.append(("train.missing_logprobs", self.missing_logprobs))
         return (*options, *self.config)
 
-    def settle(
+    def resolve(
         self, path: Path | None = None, overrides: Iterable[tuple[str, Any]] = (), *, start: Config | None = None
     ) -> tuple[Config, tuple[str, ...]]:
         """Return the config of a run with this recipe, and the options that override the recipe.
@@ -100,13 +100,13 @@ class Recipe:
         Raises:
             ArgumentError: for all options in `unmet` at once.
 
-        >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).settle(overrides=[("advantage.ddof", 0)])
+        >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).resolve(overrides=[("advantage.ddof", 0)])
         >>> chosen.advantage.scale, otherwise
         ('std', ('advantage.ddof = 0 (not 1)',))
         """
-        if self.unmet:
+        if self.unsupported:
             raise ArgumentError(
-                f"TG-RECIPE-011: {unsupported_message(self.unmet)}. The objective alone is recipe.objective."
+                f"TG-RECIPE-011: {unsupported_message(self.unsupported)}. The objective alone is recipe.objective."
             )
         start, overrides, own_options = start or Config(), tuple(overrides), self.options
         chosen = config.load(path, overrides, start=_with_options(start, own_options))
@@ -128,10 +128,10 @@ class Recipe:
             str(self.objective),
             *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.options),
         ]
-        width = max((len(name) for name, _ in self.told), default=0)
-        lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.told]
-        lines += [f"# differs on purpose, {name}: {description}" for name, description in self.differs]
-        return "\n".join([*lines, *(f"# refused by a run: {option}" for option in self.unmet)])
+        width = max((len(name) for name, _ in self.imported_options), default=0)
+        lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.imported_options]
+        lines += [f"# differs on purpose, {name}: {description}" for name, description in self.differences]
+        return "\n".join([*lines, *(f"# refused by a run: {option}" for option in self.unsupported)])
 
     def _repr_html_(self) -> str:
         return _html.text(str(self))
@@ -141,7 +141,7 @@ def unsupported_message(refused: Sequence[str]) -> str:
     """Return the message about all options that are not supported."""
     more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
     return (
-        f"{len(refused)} of the options cannot be taken, and a run without them would be another method: "
+        f"{len(refused)} of the options cannot be imported, and a run without them would be another method: "
         f"{'; '.join(refused[:8])}{more}"
     )
 
@@ -174,7 +174,7 @@ def _with_options(start: Config, options: Options) -> Config:
     return config.update(start, options)
 
 
-def _values_by_name(chosen: Config) -> dict[str, Scalar]:
+def _values_by_name(chosen: Config) -> dict[str, Value]:
     """Return the values of a config by dotted name, the preset as `objective`."""
     flat = config.as_dict(chosen)
     return {"objective": flat.pop("objective.preset"), **flat}
@@ -201,7 +201,7 @@ __all__ = [
 ]
 
 _STD, _MEAN = Advantage(scale="std"), Advantage(scale="none")
-_DYNAMIC = (("filter.even_groups", True),)
+_DYNAMIC = (("filter.drop_zero_std_groups", True),)
 
 GRPO = Recipe(presets.with_kl(presets.GRPO, 0.04), _STD)
 """GRPO as published: the standard deviation of the group, and a penalty of 0.04 to the reference model.

@@ -33,10 +33,10 @@ OLD_VERSIONS = 64
 """Staleness in policy versions, from which papers use a regression."""
 LOW, HIGH = 0.5, 2.0
 LOGPROBS = (
-    "the logprob and id of each sampled token: logprobs=true and return_token_ids=true in each request, or let "
-    "tracegrad proxy ask for them. A ratio then corrects what is stale, and DAPO clips it."
+    "the logprob and id of each sampled token: set logprobs=true and return_token_ids=true in each request, or use "
+    "tracegrad proxy, which sets both. Then a ratio corrects for staleness, and DAPO clips it."
 )
-WHOLE = "answers sampled from the whole distribution: top_p 1, top_k -1, min_p 0, no penalty and no logit_bias."
+WHOLE = "answers sampled from the full distribution: top_p 1, top_k -1, min_p 0, without penalties and logit_bias."
 PROCESSED = "processed logprobs: start the server with --logprobs-mode processed_logprobs."
 
 
@@ -48,11 +48,11 @@ class Measurements:
         terms: number of trained tokens.
         missing: share of them without a recorded logprob.
         kinds: kinds of logprobs in the recording, by name.
-        hot: whether a trace has a temperature other than 1 and logprobs that are not processed.
+        raw_temperature: whether a trace has a temperature other than 1 and logprobs that are not processed.
         kl: mean of log rollout/old, nats: KL(rollout || old).
         outside: share of trained tokens with a logprob whose old/rollout is outside of [0.5, 2].
         ess: effective sample size of old/rollout, divided by the number of trained tokens.
-        lag: median staleness of trained tokens, in policy versions.
+        staleness: median staleness of trained tokens, in policy versions.
         reshaped: sampling options other than temperature that were on, so that tokens have another distribution.
         kept: mean and minimum of the probability mass S that these options kept, for processed logprobs.
     """
@@ -60,11 +60,11 @@ class Measurements:
     terms: int
     missing: float
     kinds: tuple[str, ...]
-    hot: bool
+    raw_temperature: bool
     kl: float | None = None
     outside: float | None = None
     ess: float | None = None
-    lag: float | None = None
+    staleness: float | None = None
     reshaped: tuple[str, ...] = ()
     kept: tuple[float, float] | None = None
 
@@ -74,8 +74,8 @@ class Measurements:
             rows |= {"KL(rollout||old)": f"{self.kl:.2g} nats", "old/rollout outside [0.5, 2]": f"{self.outside:.1%}"}
             rows |= {"ESS": f"{self.ess:.2f}"}
         rows |= {"sampled with": ", ".join(self.reshaped)} if self.reshaped else {}
-        rows |= {"kept mass S": f"{self.kept[0]:.3f}, {self.kept[1]:.3f} at least"} if self.kept else {}
-        rows |= {} if self.lag is None else {"versions behind": f"{self.lag:g}"}
+        rows |= {"kept mass S": f"mean {self.kept[0]:.3f}, minimum {self.kept[1]:.3f}"} if self.kept else {}
+        rows |= {} if self.staleness is None else {"versions behind": f"{self.staleness:g}"}
         return ", ".join(f"{name} {value}" for name, value in rows.items())
 
 
@@ -87,7 +87,7 @@ class Advice:
         name: of the recipe, or of the objective if its source specifies only the loss.
         recipe: to be trained with.
         reason: two sentences.
-        decided: the measurement that decided, with its threshold.
+        evidence: the measurement that decided, with its threshold.
         measured: all measurements.
         record: what to request from the server next time, if that would change the recommendation; else "".
     """
@@ -95,7 +95,7 @@ class Advice:
     name: str
     recipe: Recipe
     reason: str
-    decided: str
+    evidence: str
     measured: Measurements
     record: str = ""
 
@@ -105,19 +105,19 @@ class Advice:
         return self.recipe.options
 
     @property
-    def spoken(self) -> str:
+    def flags(self) -> str:
         """The options as flags of a command line."""
         options = {name: str(value).lower() if isinstance(value, bool) else value for name, value in self.options}
         return " ".join(f"--{name} {value}" for name, value in options.items())
 
     def as_dict(self) -> dict[str, Any]:
         """Return the recommendation as a dict for JSON."""
-        result = {"name": self.name, "options": dict(self.options), "reason": self.reason, "decided": self.decided}
+        result = {"name": self.name, "options": dict(self.options), "reason": self.reason, "decided": self.evidence}
         result |= {"record": self.record} if self.record else {}
         return {**result, "measured": asdict(self.measured)}
 
     def __str__(self) -> str:
-        rows = {"decided": self.decided, "measured": self.measured, "options": self.spoken}
+        rows = {"decided": self.evidence, "measured": self.measured, "options": self.flags}
         rows |= {"record": self.record} if self.record else {}
         return "\n".join([f"{self.name}: {self.reason}", *(f"  {head:<8} {text}" for head, text in rows.items())])
 
@@ -127,16 +127,16 @@ def for_data(sequences: Sequences, old: ArrayLike | None = None) -> Advice:
 
     Args:
         sequences: aligned traces.
-        old: [T] or [M] logprobs of the policy that will be trained, nats (`model.logprobs`, or `doctor --rescore`);
-            None skips the measurements that need it.
+        old: [T] or [M] logprobs of the policy that will be trained, nats, from `model.logprobs` or
+            `doctor --check-logprobs`. None skips the measurements that need it.
 
     Raises:
         ArgumentError: if there are no trained tokens, or `old` has another length.
 
     >>> s = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -1.0, -2.0], [False, True, True])
-    >>> found = for_data(s, old=[-1.1, -1.9])
-    >>> found.name, found.decided
-    ('DAPO', 'old/rollout outside [0.5, 2]: 0.0% of terms, up to 1%')
+    >>> advice = for_data(s, old=[-1.1, -1.9])
+    >>> advice.name, advice.evidence
+    ('DAPO', 'old/rollout outside [0.5, 2]: 0.0% of tokens, up to 1%')
     """
     return advise(measure(sequences, old))
 
@@ -146,8 +146,8 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measurements:
     terms = sequences.terms
     if not len(terms):
         raise ArgumentError(
-            "TG-RECIPE-012: no token of these traces is trained, so nothing says which loss fits. Look at drift "
-            "and the doctor."
+            "TG-RECIPE-012: these traces have no trained token, so no loss can be recommended. Read the alignment "
+            "report and run the doctor."
         )
     rollout = sequences.rollout_logprobs[terms]
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))[terms]
@@ -158,24 +158,28 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measurements:
         "terms": len(terms),
         "missing": 1.0 - float(known.mean()),
         "kinds": tuple(LOGPROB_KINDS[code] for code in np.unique(kind[known])),
-        "hot": _has_raw_temperature(sequences, np.unique(owner[known])),
-        "lag": float(np.median(recorded.max() - recorded)) if len(recorded) else None,
+        "raw_temperature": _has_raw_temperature(sequences, np.unique(owner[known])),
+        "staleness": float(np.median(recorded.max() - recorded)) if len(recorded) else None,
         "reshaped": options_on(int(np.bitwise_or.reduce(sequences.reshaped[owner[known]], initial=0))),
     }
     if old is not None and known.any():
         old_ = _validation.floats(old, "old", np.float64)
         if len(old_) not in (len(terms), sequences.tokens):
             raise ArgumentError(
-                f"TG-RECIPE-013: old has {len(old_)} logprobs, and there are {len(terms)} terms of {sequences.tokens} "
-                "tokens. Which is which is not known. Pass one for each term, or for each token."
+                f"TG-RECIPE-013: old has {len(old_)} logprobs for {len(terms)} trained tokens and {sequences.tokens} "
+                "tokens in total. Pass one logprob per trained token, or one per token."
             )
         old_ = (old_ if len(old_) == len(terms) else old_[terms])[known]
         ratio = np.exp(np.clip(old_ - rollout[known], -20.0, 20.0))
         processed = kind[known] == LOGPROB_KINDS.index("processed")
         measurements["kept"] = kept_mass(old_, rollout[known], sequences.reshaped[owner[known]], processed)
         outside = float(np.mean((ratio < LOW) | (ratio > HIGH)))
-        metrics = OffPolicySums.of(old_, rollout[known], trace=owner[known]).named()
-        measurements |= {"kl": metrics["kl_rollout_old_k1"], "outside": outside, "ess": metrics["mismatch_ess"]}
+        metrics = OffPolicySums.of(old_, rollout[known], trace=owner[known]).values()
+        measurements |= {
+            "kl": metrics["kl_rollout_old_k1"],
+            "outside": outside,
+            "ess": metrics["old_rollout_ratio_ess"],
+        }
     return Measurements(**measurements)
 
 
@@ -189,42 +193,42 @@ def _beyond_weights(m: Measurements) -> Advice | None:
     if m.missing >= NONE_KNOWN:
         return _advice(
             "TOPR_POSITIVE",
-            "No ratio can be formed without recorded logprobs. The good half of TOPR needs none, and was the best of "
-            "those that do without.",
-            f"missing: {m.missing:.1%} of terms, from {NONE_KNOWN:.0%}",
+            "Without recorded logprobs there is no ratio. The positive half of TOPR needs none, and was the best such "
+            "objective in our tests.",
+            f"missing: {m.missing:.1%} of tokens, from {NONE_KNOWN:.0%}",
             m,
         )
     if m.reshaped:
-        mass = "not measured" if m.kept is None else f"{m.kept[0]:.3f} on average, {m.kept[1]:.3f} at least"
+        mass = "not measured" if m.kept is None else f"mean {m.kept[0]:.3f}, minimum {m.kept[1]:.3f}"
         return _advice(
             "TOPR_POSITIVE",
-            "The tokens were drawn from another distribution than the one that the trainer computes. With processed "
-            "logprobs a ratio is the kept mass S although nothing changed, with raw ones it is 1 instead of S.",
+            "The tokens were sampled from another distribution than the trainer computes. For an unchanged policy, a "
+            "ratio with processed logprobs is the kept mass S instead of 1; with raw logprobs it is 1 instead of S.",
             f"sampled with {', '.join(m.reshaped)}; kept mass S: {mass}",
             m,
         )
     if m.outside is not None and m.outside >= ANOTHER:
         return _advice(
             "TOPR_POSITIVE",
-            "Half of what was recorded is out of proportion to what this model gives, as in another model's traces. No "
-            "weight repairs that: imitate the good ones, or look at template, temperature and weights first.",
-            f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, from {ANOTHER:.0%}",
+            "Half of the recorded logprobs differ greatly from this model's, as in traces of another model. No weight "
+            "corrects that: imitate the good traces, or check template, temperature and weights first.",
+            f"old/rollout outside [0.5, 2]: {m.outside:.1%} of tokens, from {ANOTHER:.0%}",
             m,
         )
-    if m.lag is not None and m.lag >= OLD_VERSIONS:
+    if m.staleness is not None and m.staleness >= OLD_VERSIONS:
         return _advice(
             "OAPL",
-            "The traces are many policy versions old. A regression on rewards needs no importance ratio, and was "
-            "trained on a lag of 400 steps by its paper; nothing here was.",
-            f"versions behind: {m.lag:g}, from {OLD_VERSIONS}",
+            "The traces are many policy versions old. A regression on rewards needs no importance ratio; its paper "
+            "trained with a staleness of 400 steps, which we did not test.",
+            f"versions behind: {m.staleness:g}, from {OLD_VERSIONS}",
             m,
             OAPL,
         )
     if m.ess is not None and m.ess < FEW_COUNT:
         return _advice(
             "M2PO",
-            "A few terms carry nearly all of the weight. A budget on the squared log-ratio leaves the worst of them "
-            "out, by its paper also for traces 256 versions old; nothing here was.",
+            "A few tokens have nearly all of the weight. A budget on the squared log-ratio drops the worst of them; "
+            "its paper reports this for traces up to 256 versions old, which we did not test.",
             f"ESS: {m.ess:.2f}, below {FEW_COUNT:g}",
             m,
         )
@@ -235,29 +239,29 @@ def _dapo(m: Measurements) -> Advice:
     """Return DAPO, with a reason that depends on the measurements."""
     if m.missing >= SOME_MISSING:
         return _dapo_with_missing(m)
-    if m.hot:
+    if m.raw_temperature:
         return _advice(
             "DAPO",
-            "Raw logprobs at a temperature other than 1 are of another distribution than the one that was sampled. "
-            "DAPO bears it; record processed ones.",
-            f"kind: {', '.join(m.kinds)} beside a temperature other than 1",
+            "Raw logprobs at a temperature other than 1 are of another distribution than the sampled one. DAPO "
+            "tolerates that; record processed logprobs.",
+            f"kind: {', '.join(m.kinds)} with a temperature other than 1",
             m,
             DAPO,
         )
     if m.outside is None:
         return _advice(
             "DAPO",
-            "Nothing was measured against the policy that will be trained. The field's default holds for all "
-            "recordings that were tried here; pass old= to know more.",
-            "old: not given",
+            "The recording was not compared with the policy that will be trained. DAPO, the default, worked for all "
+            "recordings that we tested; pass old= to compare.",
+            "old: not passed",
             m,
             DAPO,
         )
     if m.outside <= CLOSE:
         return _advice(
             "DAPO",
-            "Trainer and recorder agree closely, so that DAPO's weight costs nothing and its clip holds every term. "
-            "TOPR did as well here, by less than seeds differ.",
+            "Trainer and recorder agree closely, so DAPO's weight costs nothing, and its clip bounds every token. TOPR "
+            "was equally good in our tests, within the difference between seeds.",
             _outside_text(m),
             m,
             DAPO,
@@ -266,16 +270,16 @@ def _dapo(m: Measurements) -> Advice:
         return _advice(
             "DAPO",
             "The recording is some policy versions old, or of another precision. DAPO's truncated weight and clip were "
-            "enough for all such recordings that were tried here, up to 16 versions.",
-            f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, from {CLOSE:.0%} to {TRIED:.0%}",
+            "enough for all such recordings that we tested, up to 16 versions.",
+            f"old/rollout outside [0.5, 2]: {m.outside:.1%} of tokens, from {CLOSE:.0%} to {TRIED:.0%}",
             m,
             DAPO,
         )
     return _advice(
         "DAPO",
-        "The two policies are further apart than in any recording that was tried here. DAPO's truncated weight and "
-        "clip are the field's default; watch the effective sample size, and try M2PO beside it.",
-        f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, from {TRIED:.0%} to {ANOTHER:.0%}",
+        "The two policies differ more than in any recording that we tested. DAPO's truncated weight and clip are the "
+        "usual default; watch the effective sample size, and also try M2PO.",
+        f"old/rollout outside [0.5, 2]: {m.outside:.1%} of tokens, from {TRIED:.0%} to {ANOTHER:.0%}",
         m,
         DAPO,
     )
@@ -283,18 +287,14 @@ def _dapo(m: Measurements) -> Advice:
 
 def _dapo_with_missing(m: Measurements) -> Advice:
     """Return DAPO for a recording with some missing logprobs, with the treatment of these tokens."""
-    decided = f"missing: {m.missing:.1%} of terms, from {SOME_MISSING:.0%}"
+    decided = f"missing: {m.missing:.1%} of tokens, from {SOME_MISSING:.0%}"
     if m.outside is not None and m.outside <= CLOSE:
-        reason = (
-            "A part of the logprobs is missing. Where they are known the two policies agree closely, so that terms "
-        )
-        reason += "without one count with weight 1: they would else be lost."
-        return _advice("DAPO", reason, f"{decided}; {_outside_text(m)}", m, replace(DAPO, missing="neutral"))
-    reason = (
-        "A part of the logprobs is missing. Nothing shows that the two policies agree closely, so that terms without "
-    )
-    reason += "one are left out."
-    return _advice("DAPO", reason, decided, m, replace(DAPO, missing="mask"))
+        reason = "Some logprobs are missing. For the other tokens the two policies agree closely, so tokens without a "
+        reason += "logprob get weight 1 instead of being dropped."
+        return _advice("DAPO", reason, f"{decided}; {_outside_text(m)}", m, replace(DAPO, missing_logprobs="ratio_one"))
+    reason = "Some logprobs are missing. No measurement shows that the two policies agree closely, so tokens without a "
+    reason += "logprob are masked."
+    return _advice("DAPO", reason, decided, m, replace(DAPO, missing_logprobs="mask"))
 
 
 def _has_raw_temperature(sequences: Sequences, traces: NDArray[Any]) -> bool:
@@ -305,10 +305,10 @@ def _has_raw_temperature(sequences: Sequences, traces: NDArray[Any]) -> bool:
 
 
 def _outside_text(m: Measurements) -> str:
-    return f"old/rollout outside [0.5, 2]: {m.outside:.1%} of terms, up to {CLOSE:.0%}"
+    return f"old/rollout outside [0.5, 2]: {m.outside:.1%} of tokens, up to {CLOSE:.0%}"
 
 
 def _advice(name: str, reason: str, decided: str, measured: Measurements, recipe: Recipe | None = None) -> Advice:
-    record = WHOLE if measured.reshaped else PROCESSED if measured.hot else ""
+    record = WHOLE if measured.reshaped else PROCESSED if measured.raw_temperature else ""
     record = record or (LOGPROBS if measured.missing >= SOME_MISSING else "")
     return Advice(name, recipe or Recipe(getattr(presets, name)), reason, decided, measured, record)

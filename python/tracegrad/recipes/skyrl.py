@@ -65,13 +65,13 @@ def _build(o: PeerConfig) -> Recipe:
     elif loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
         bounds = (1 - o[f"{_A}cispo.cispo_eps_clip_low"], 1 + o[f"{_A}cispo.cispo_eps_clip_high"])
-        weights = (*weights, Weight(_OLD, shape=Truncate(*bounds)))
+        weights = (*weights, Weight(_OLD, transform=Truncate(*bounds)))
     elif loss == "rollout_is":
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_DIRECT, shape=MaskOutside(1 - low, 1 + high, strict=True)))
+        weights = (*weights, Weight(_DIRECT, transform=MaskOutside(1 - low, 1 + high, strict=True)))
     elif loss == "dppo":
         surrogate, ratio = Importance(), _DIRECT
-        stat = o.among(f"{_A}dppo.dppo_type", {"binary_tv": "dprob", "binary_kl": "binary_kl"})
+        stat = o.lookup(f"{_A}dppo.dppo_type", {"binary_tv": "dprob", "binary_kl": "binary_kl"})
         above = Rejection(_DIRECT, stat, high=o[f"{_A}dppo.delta_high"], when="A>0")
         gates = (*gates, above, Rejection(_DIRECT, stat, low=-o[f"{_A}dppo.delta_low"], when="A<0"))
     elif loss == "sapo":
@@ -83,15 +83,24 @@ def _build(o: PeerConfig) -> Recipe:
         covariance_gates = (DropCovariance(o[f"{_A}clip_cov.clip_ratio"], *bounds, "microbatch", scaled=True),)
     elif loss == "kl_cov":  # its penalty is a sum without a denominator
         surrogate, selector = Importance(), TopCovariance(o[f"{_A}kl_cov.kl_cov_frac"], "microbatch", scaled=True)
-        extra = {"gated": True, "weighted": False, "where": selector, "reduce": Reduce("constant", norm=1.0)}
-        covariance_penalties = (Penalty(_OLD, "abs", o[f"{_A}kl_cov.ppo_kl_coef"], **extra),)
+        covariance_penalties = (
+            Penalty(
+                _OLD,
+                "abs",
+                o[f"{_A}kl_cov.ppo_kl_coef"],
+                masked=True,
+                weighted=False,
+                where=selector,
+                reduce=Reduce("constant", norm=1.0),
+            ),
+        )
     else:
-        o.among(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
+        o.lookup(f"{_A}policy_loss_type", dict.fromkeys(LOSSES))
     if loss in ("clip_cov", "kl_cov", "importance_sampling") and (weights or gates):
-        o.no(
+        o.refuse(
             f"{_A}policy_loss_type",
-            "SkyRL does not correct this loss, whatever off_policy_correction says",
-            "leave that out",
+            "SkyRL does not correct this loss, so off_policy_correction has no effect",
+            "remove off_policy_correction",
         )
     reduce = _reduce(o)
     penalties = (*covariance_penalties, *_penalties(o, reduce))
@@ -99,12 +108,12 @@ def _build(o: PeerConfig) -> Recipe:
         surrogate, ratio, weights, (*gates, *covariance_gates), penalties, reduce, entropy=_bonus(o, reduce)
     )
     scale = "std" if o[f"{_A}grpo_norm_by_std"] else "none"
-    advantage = o.among(
+    advantage = o.lookup(
         f"{_A}advantage_estimator",
         {
-            "grpo": Advantage(scale=scale, singleton="keep"),
-            "rloo": Advantage("rloo", singleton="zero"),
-            "maxrl": Advantage("max_rl", singleton="keep"),
+            "grpo": Advantage(scale=scale, single_sample_group="keep"),
+            "rloo": Advantage("rloo", single_sample_group="zero"),
+            "maxrl": Advantage("max_rl", single_sample_group="keep"),
         },
         of_run=True,
     )
@@ -120,7 +129,7 @@ def _build(o: PeerConfig) -> Recipe:
 def _weights(o: PeerConfig) -> tuple[Weight, ...]:
     if o[f"{_C}tis_ratio_type"] is None:
         return ()
-    level = o.among(
+    level = o.lookup(
         f"{_C}tis_ratio_type", {"token": Aggregation(), "sequence": Aggregation("trace", "sum", terms="kept")}
     )
     name = "token" if level == Aggregation() else "sequence"
@@ -138,9 +147,13 @@ def _gates(o: PeerConfig) -> tuple[Rejection, ...]:
         gates.append(Rejection(_MISMATCH, low=low, high=high))
     elif low is not None or high is not None:
         side = "high" if low is None else "low"
-        o.no(f"{_C}token_mask_is_threshold_{side}", "one bound alone is silently off there", "tell both, or neither")
+        o.refuse(
+            f"{_C}token_mask_is_threshold_{side}",
+            "SkyRL silently ignores one bound without the other",
+            "set both, or neither",
+        )
     if o[f"{_C}sequence_mask_metric"] is not None:
-        agg, name = o.among(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
+        agg, name = o.lookup(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
         bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
         gates.append(Rejection(_MISMATCH, level=Aggregation("trace", agg), terms="kept", **bounds))
     return tuple(gates)
@@ -149,8 +162,8 @@ def _gates(o: PeerConfig) -> tuple[Rejection, ...]:
 def _reduce(o: PeerConfig) -> Reduce:
     longest = o[f"{_A}max_seq_len"]
     if longest is None and o[f"{_A}loss_reduction"] == "seq_mean_token_sum_norm":
-        o.no(f"{_A}max_seq_len", "it is the constant that the sum is divided by", "tell it")
-    return o.among(
+        o.refuse(f"{_A}max_seq_len", "the sum is divided by this constant", "set it")
+    return o.lookup(
         f"{_A}loss_reduction",
         {
             "token_mean": Reduce("token"),
@@ -165,20 +178,26 @@ def _penalties(o: PeerConfig, reduce: Reduce) -> tuple[Penalty, ...]:
     """Return the KL loss: a mean over each trace, then over traces, for any reduction, with rejected tokens."""
     if not o[f"{_A}use_kl_loss"]:
         return ()
-    kind = o.among(f"{_A}kl_estimator_type", {"k3": "k3", "k1": "k1", "k2": "k2", "abs": "abs"})
+    kind = o.lookup(f"{_A}kl_estimator_type", {"k3": "k3", "k1": "k1", "k2": "k2", "abs": "abs"})
     own_reduce = Reduce("trace", "mean")
-    options: dict[str, Any] = {
-        "cap": 10.0 if kind == "k3" else None,
-        "reduce": None if own_reduce == reduce else own_reduce,
-    }
-    return (Penalty(Ratio("theta", "ref"), kind, o[f"{_A}kl_loss_coef"], gated=False, weighted=False, **options),)
+    return (
+        Penalty(
+            Ratio("theta", "ref"),
+            kind,
+            o[f"{_A}kl_loss_coef"],
+            masked=False,
+            weighted=False,
+            cap=10.0 if kind == "k3" else None,
+            reduce=None if own_reduce == reduce else own_reduce,
+        ),
+    )
 
 
 def _bonus(o: PeerConfig, reduce: Reduce) -> EntropyBonus | None:
     if not o[f"{_A}use_entropy_loss"]:
         return None
     own_reduce = Reduce("token")
-    return EntropyBonus(o[f"{_A}entropy_loss_coef"], gated=False, reduce=None if own_reduce == reduce else own_reduce)
+    return EntropyBonus(o[f"{_A}entropy_loss_coef"], masked=False, reduce=None if own_reduce == reduce else own_reduce)
 
 
 def _options(o: PeerConfig, objective: Objective) -> Options:
@@ -188,13 +207,15 @@ def _options(o: PeerConfig, objective: Objective) -> Options:
     options += [("optimizer.weight_decay", o[f"{_O}weight_decay"]), ("optimizer.grad_clip", o[f"{_O}max_grad_norm"])]
     batch_size, mini_batch_size = o["trainer.train_batch_size"], o["trainer.policy_mini_batch_size"]
     uses_kl_in_reward = o[f"{_A}use_kl_in_reward"]
-    if batch_size and mini_batch_size and (objective.needs.old or uses_kl_in_reward):
-        options.append(("train.updates_per_old", max(1, batch_size // mini_batch_size)))
+    if batch_size and mini_batch_size and (objective.requirements.old or uses_kl_in_reward):
+        options.append(("train.updates_per_old_logprobs", max(1, batch_size // mini_batch_size)))
     if uses_kl_in_reward and o[f"{_A}use_kl_loss"]:
-        o.no(f"{_A}use_kl_in_reward", "SkyRL takes it or use_kl_loss", "use_kl_loss False", of_run=True)
+        o.refuse(
+            f"{_A}use_kl_in_reward", "SkyRL accepts either this option or use_kl_loss", "use_kl_loss False", of_run=True
+        )
     elif uses_kl_in_reward:
-        target = o.among(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
-        kind = o.among(f"{_A}kl_estimator_type", {name: name for name in ("k1", "k2", "k3", "abs")})
+        target = o.lookup(f"{_A}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{_A}kl_ctrl.kl_target"]})
+        kind = o.lookup(f"{_A}kl_estimator_type", {name: name for name in ("k1", "k2", "k3", "abs")})
         options += reward_kl(o[f"{_A}kl_loss_coef"], kind, target, o[f"{_A}kl_ctrl.horizon"])
     return (*options, *_filters(o))
 
@@ -208,21 +229,25 @@ def _filters(o: PeerConfig) -> Options:
     kind, truncated = o[f"{_A}dynamic_sampling.type"], o["generator.apply_overlong_filtering"]
     tolerance = o[f"{_A}zero_variance_filter_tol"] if masks else 0.0
     if kind == "replace":
-        reason = "it trains copies of other groups, drawn at random, instead"
-        o.no(f"{_A}dynamic_sampling.type", reason, "filter", of_run=True)
+        reason = "SkyRL then trains on copies of other groups, sampled at random"
+        o.refuse(f"{_A}dynamic_sampling.type", reason, "filter", of_run=True)
     elif kind is not None and kind != "filter":
-        o.no(f"{_A}dynamic_sampling.type", "it is not known here", "known: filter", of_run=True)
+        o.refuse(f"{_A}dynamic_sampling.type", "this value is not supported", "filter", of_run=True)
     if masks and kind == "filter":
-        reason = "dynamic_sampling.type has left such groups out"
-        o.no(f"{_A}zero_variance_filter", reason, "tell one of the two", of_run=True)
+        reason = "dynamic_sampling.type already drops such groups"
+        o.refuse(f"{_A}zero_variance_filter", reason, "set one of the two", of_run=True)
     if refills and (truncated or not masks):
-        reason = "it compares what apply_overlong_filtering left" if masks else "SkyRL has it with zero_variance_filter"
-        fix = "leave one of them out" if masks else "tell both"
-        o.no("trainer.fully_async.sample_full_batch", reason, fix, of_run=True)
-    even_option = "filter.even_groups" if kind or refills else "filter.mask_even" if masks else ""
+        reason = (
+            "it compares the traces that apply_overlong_filtering keeps"
+            if masks
+            else "SkyRL has it with zero_variance_filter"
+        )
+        fix = "remove one of them" if masks else "set both"
+        o.refuse("trainer.fully_async.sample_full_batch", reason, fix, of_run=True)
+    even_option = "filter.drop_zero_std_groups" if kind or refills else "filter.mask_zero_std_groups" if masks else ""
     options: list[tuple[str, Any]] = [(even_option, True)] if even_option else []
-    options += [("filter.tolerance", tolerance)] if tolerance else []
-    options += [("filter.truncated", True)] if truncated else []
+    options += [("filter.zero_std_tolerance", tolerance)] if tolerance else []
+    options += [("filter.mask_truncated", True)] if truncated else []
     return (*options, *([("filter.zero_truncated", True)] if o["generator.zero_reward_on_non_stop"] else []))
 
 
@@ -291,7 +316,7 @@ SKYRL = Peer(
     version="0.3.0",
     options=_OPTIONS,
     build=_build,
-    beside={
+    with_options={
         (f"{_A}loss_reduction", "seq_mean_token_sum_norm"): {f"{_A}max_seq_len": 40},
         f"{_A}clip_ratio_c": {_LOSS: "dual_clip"},
         **{f"{_A}cispo.cispo_eps_clip_{side}": {_LOSS: "cispo"} for side in ("low", "high")},
@@ -312,23 +337,27 @@ SKYRL = Peer(
         f"{_A}zero_variance_filter_tol": {f"{_A}zero_variance_filter": True},
         "trainer.fully_async.sample_full_batch": {f"{_A}zero_variance_filter": True},
     },
-    without={
+    unsupported={
         f"{_A}advantage_batch_normalize": UnsupportedOption(
             (False,),
-            "advantages are compared within their group",
+            "advantages are computed within each group",
             "advantage.baseline batch_mean, or advantage.whiten",
-            of_run=True,
+            run_only=True,
         ),
-        f"{_A}use_tis": UnsupportedOption((False,), "it is deprecated there", "off_policy_correction.tis_ratio_type"),
-        f"{_A}tis_imp_ratio_cap": UnsupportedOption((-1.0, -1), "it is deprecated there", "token_tis_ratio_clip_high"),
+        f"{_A}use_tis": UnsupportedOption(
+            (False,), "it is deprecated in SkyRL", "off_policy_correction.tis_ratio_type"
+        ),
+        f"{_A}tis_imp_ratio_cap": UnsupportedOption(
+            (-1.0, -1), "it is deprecated in SkyRL", "token_tis_ratio_clip_high"
+        ),
         f"{_A}temperature": UnsupportedOption(
-            (None, 1.0), "theta is taken at the temperature that each trace was recorded at", "leave it out"
+            (None, 1.0), "theta uses the recorded temperature of each trace", "remove it"
         ),
         "trainer.update_epochs_per_batch": UnsupportedOption(
             (1,),
-            "one batch several times in a row; passes here are over all traces",
-            "train.epochs, updates_per_old 0",
-            of_run=True,
+            "it repeats one batch several times in a row; here an epoch is over all traces",
+            "train.epochs, updates_per_old_logprobs 0",
+            run_only=True,
         ),
         "generator.step_wise_trajectories": UnsupportedOption(
             (False,),
@@ -336,11 +365,11 @@ SKYRL = Peer(
             "leave it out, and Aggregation('turn', ...) where a turn is meant",
         ),
         "trainer.update_ref_every_epoch": UnsupportedOption(
-            (False,), "it is in steps here", "train.ref_every", of_run=True
+            (False,), "it is in steps here", "train.ref_sync_steps", run_only=True
         ),
         "trainer.mtp.enabled": UnsupportedOption((False,), "draft heads are not trained", "leave it out"),
     },
-    own=(
+    ignored=(
         f"{_A}dynamic_sampling.* {_A}lambd "
         f"{_A}gamma {_A}value_* {_O}offload_* trainer.algorithm.ppo_* trainer.placement* trainer.policy.* trainer.ref* "
         "trainer.critic* trainer.mtp* trainer.fully_async* trainer.use_* trainer.sequence_* trainer.strategy "
@@ -351,10 +380,10 @@ SKYRL = Peer(
         "generator* environment* data* hydra* defaults"
     ),
     differs={
-        "epsilon of the deviation": "SkyRL adds 1e-6 to the standard deviation of a group, this 1e-4",
-        "means below 0": "maxrl turns the sign in SkyRL where the mean of a group is below 0; here the advantage is 0",
+        "epsilon of the deviation": "SkyRL adds 1e-6 to the standard deviation of a group, tracegrad 1e-4",
+        "means below 0": "SkyRL's maxrl flips the sign if the mean of a group is below 0; here the advantage is 0",
         "norms and biases": (
-            "SkyRL decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
+            "SkyRL also decays norms and biases, each step by a factor of 1 - lr * {decay:g}; tracegrad does not"
         ),
     },
 )

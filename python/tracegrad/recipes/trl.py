@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.config import Advantage
+from tracegrad.config.dotted_keys import split_list
 from tracegrad.objective import (
     AdaptiveEntropy,
     Aggregation,
@@ -41,7 +42,7 @@ def from_trl(config: Any) -> Recipe:
     >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
     clamp(w, 0, 5), w = theta/old
     """
-    options = flat(config, deepest=0)
+    options = flat(config, max_depth=0)
     if isinstance(options.get("lr_scheduler_kwargs"), Mapping):
         options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
     if isinstance(options.get("reward_weights"), (list, tuple)):
@@ -57,7 +58,7 @@ def from_trl(config: Any) -> Recipe:
 
 
 def _build(o: PeerConfig) -> Recipe:
-    level = o.among("importance_sampling_level", {"token": Aggregation(), "sequence": _MEAN})
+    level = o.lookup("importance_sampling_level", {"token": Aggregation(), "sequence": _MEAN})
     loss, weights, gates = o["loss_type"], [*_correction(o)], []
     low, high = o["epsilon"], o["epsilon"] if o["epsilon_high"] is None else o["epsilon_high"]
     surrogate, ratio = Clip(low, high, delta=o["delta"], level=level), _OLD
@@ -68,7 +69,7 @@ def _build(o: PeerConfig) -> Recipe:
     elif loss == "vespo":
         surrogate, ratio = PolicyGradient(), None
         if level != Aggregation() or any(weight.level != Aggregation() for weight in weights):
-            o.no("loss_type", "with ratios of a sequence TRL refuses it or has no defined value", "take token levels")
+            o.refuse("loss_type", "with sequence ratios TRL rejects it or has no defined value", "use token levels")
         good, bad = (Gamma(o[f"vespo_k_{sign}"], o[f"vespo_lambda_{sign}"]) for sign in ("pos", "neg"))
         absorbs = bool(weights)
         weights.append(Weight(_OLD, _PRODUCT, good, when="A>=0", absorbs=absorbs))
@@ -83,25 +84,32 @@ def _build(o: PeerConfig) -> Recipe:
     objective = Objective(surrogate, ratio, tuple(weights), tuple(gates), (), _reduce(o), entropy=_bonus(o))
     if o["beta"]:
         objective = (with_beta if o["use_bias_correction_kl"] else with_kl)(objective, o["beta"])
-    scale = o.among("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"}, of_run=True)
+    scale = o.lookup("scale_rewards", {"group": "std", "batch": "batch_std", "none": "none"}, of_run=True)
     if scale == "batch_std":
         o.differs("scale of a batch")
-    missing = "neutral" if objective.needs.rollout else None
+    missing = "ratio_one" if objective.requirements.rollout else None
     if missing and (gates or any(weight.level == _PRODUCT for weight in weights)):
         o.differs("missing logprobs")
-    several = Advantage().several if o["multi_objective_aggregation"] == "sum_then_normalize" else "normalize_then_sum"
+    several = (
+        Advantage().multi_objective_aggregation
+        if o["multi_objective_aggregation"] == "sum_then_normalize"
+        else "normalize_then_sum"
+    )
     if several == "normalize_then_sum":
         scale = "std"  # whatever scale_rewards says there
         if not o["reward_weights"]:
-            o.no(
+            o.refuse(
                 "multi_objective_aggregation",
-                "how many rewards there are is not known",
+                "the number of rewards is unknown",
                 "give reward_weights",
                 of_run=True,
             )
     if scale is None:
         return Recipe(objective, None, missing, _options(o))
-    advantage = Advantage(scale=scale, several=several if o["reward_weights"] else Advantage().several)
+    advantage = Advantage(
+        scale=scale,
+        multi_objective_aggregation=several if o["reward_weights"] else Advantage().multi_objective_aggregation,
+    )
     return Recipe(objective, advantage, missing, _options(o))
 
 
@@ -117,7 +125,7 @@ def _correction(o: PeerConfig) -> tuple[Weight, ...]:
         "token_mask": MaskOutside,
         "token_truncate": Truncate,
     }
-    shape = o.among(mode, shapes)(low, _INFINITY if high is None else high)
+    shape = o.lookup(mode, shapes)(low, _INFINITY if high is None else high)
     return (Weight(_MISMATCH, _PRODUCT if str(o[mode]).startswith("sequence") else Aggregation(), shape),)
 
 
@@ -125,7 +133,7 @@ def _reduce(o: PeerConfig) -> Reduce:
     of_traces, of_tokens = Reduce("trace", "mean"), Reduce("token")
     if o["loss_type"] == "bnpo":
         o.differs("mean of a micro-batch")
-    return o.among(
+    return o.lookup(
         "loss_type",
         {
             "dapo": of_tokens,
@@ -150,25 +158,25 @@ def _bonus(o: PeerConfig) -> EntropyBonus | None:
         return None
     uses_quantile = o["top_entropy_quantile"] < 1
     if uses_quantile and o["off_policy_mask_threshold"] is not None:
-        reason = "with off_policy_mask_threshold too, the bonus here runs over what both leave, TRL's over the quantile"
-        o.no("top_entropy_quantile", reason, "leave out one of the three")
+        reason = "with off_policy_mask_threshold, the bonus here is over tokens that pass both, TRL's over the quantile"
+        o.refuse("top_entropy_quantile", reason, "remove one of the three")
     if uses_quantile:
         o.differs("bonus of a quantile", share=o["top_entropy_quantile"])
-    return EntropyBonus(o["entropy_coef"], gated=uses_quantile, reduce=Reduce("token"), adapt=adapt)
+    return EntropyBonus(o["entropy_coef"], masked=uses_quantile, reduce=Reduce("token"), adapt=adapt)
 
 
 def _options(o: PeerConfig) -> Options:
-    options: list[tuple[str, Any]] = [("filter.truncated", True)] if o["mask_truncated_completions"] else []
+    options: list[tuple[str, Any]] = [("filter.mask_truncated", True)] if o["mask_truncated_completions"] else []
     if o["reward_weights"]:
-        options.append(("data.reward_weights", str(o["reward_weights"])))
+        options.append(("data.reward_weights", [float(weight) for weight in split_list(str(o["reward_weights"]))]))
     passes, updates = o["num_train_epochs"], _updates(o)
-    options += [("train.epochs", max(1, int(passes))), ("train.updates_per_old", updates)]
+    options += [("train.epochs", max(1, int(passes))), ("train.updates_per_old_logprobs", updates)]
     if passes != int(passes) or passes < 1:
-        o.no("num_train_epochs", "passes are whole here", "train.epochs says how many", of_run=True)
+        o.refuse("num_train_epochs", "the number of epochs is an integer here", "train.epochs", of_run=True)
     if updates > 1 and o["loss_type"] in ("dapo", "cispo", "vespo"):
         o.differs("terms of a step", steps=updates)
     if o["sync_ref_model"]:
-        options.append(("train.ref_every", o["ref_model_sync_steps"]))
+        options.append(("train.ref_sync_steps", o["ref_model_sync_steps"]))
         options.append(("train.ref_mixup_alpha", float(o["ref_model_mixup_alpha"])))
     if o["max_steps"] > 0:
         options.append(("train.max_steps", o["max_steps"]))
@@ -182,7 +190,7 @@ def _options(o: PeerConfig) -> Options:
 def _schedule(o: PeerConfig) -> Options:
     """Return the learning rate and its schedule. A warm-up below 1 is a share of all steps, as in transformers."""
     options: list[tuple[str, Any]] = [("optimizer.lr", float(o["learning_rate"]))]
-    options.append(("schedule.name", o.among("lr_scheduler_type", _SCHEDULES)))
+    options.append(("schedule.name", o.lookup("lr_scheduler_type", _SCHEDULES)))
     warmup = max(o["warmup_steps"], 0.0) if o["lr_scheduler_type"] != "constant" else 0.0
     if warmup:
         options.append(
@@ -197,7 +205,7 @@ def _updates(o: PeerConfig) -> int:
     """Return the number of optimizer steps between measurements of `old`."""
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
     if steps % o["gradient_accumulation_steps"] and o["gradient_accumulation_steps"] % steps:
-        o.no("steps_per_generation", "old would change within an optimizer step", "take a multiple", of_run=True)
+        o.refuse("steps_per_generation", "old would change within an optimizer step", "use a multiple", of_run=True)
     return max(1, steps // o["gradient_accumulation_steps"])
 
 
@@ -209,7 +217,7 @@ _SCHEDULES = {"linear": "linear", "constant": "constant", "constant_with_warmup"
     )
 }
 _ADAM = {"beta1": "beta1", "beta2": "beta2", "eps": "epsilon"}
-_SAMPLING = "the traces are recorded; a run has no generation to tell"
+_SAMPLING = "the traces are recorded; a run does not generate"
 _OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "loss_type": ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo"),
     "importance_sampling_level": ("token", "sequence"),
@@ -266,7 +274,7 @@ TRL = Peer(
     version="1.16",
     options=_OPTIONS,
     build=_build,
-    beside={
+    with_options={
         ("loss_type", "cispo"): {"epsilon_high": 5.0},
         "use_bias_correction_kl": {"beta": 0.04},
         **{
@@ -286,28 +294,28 @@ TRL = Peer(
         "ref_model_mixup_alpha": {"sync_ref_model": True, "beta": 0.04},
         "ref_model_sync_steps": {"sync_ref_model": True, "beta": 0.04},
     },
-    without={
+    unsupported={
         "router_aux_loss_coef": UnsupportedOption(
-            (None, 0.0), "a run has no loss of the router", "integrations.trl keeps TRL's own"
+            (None, 0.0), "a run has no loss of the router", "integrations.trl, which keeps TRL's loss"
         ),
-        "label_smoothing_factor": UnsupportedOption((0.0,), "no loss of a policy has it", "leave it out"),
-        "neftune_noise_alpha": UnsupportedOption((None,), "noise would make every ratio wrong", "leave it out"),
+        "label_smoothing_factor": UnsupportedOption((0.0,), "policy losses do not use it", "remove it"),
+        "neftune_noise_alpha": UnsupportedOption((None,), "noise would make every ratio wrong", "remove it"),
         "optim": UnsupportedOption(
             ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_npu_fused"),
             "the optimizer is AdamW",
-            "leave it out, or pass trainer.train an optimizer of your own",
-            of_run=True,
+            "remove it, or pass your own optimizer to trainer.train",
+            run_only=True,
         ),
-        "optim_args": UnsupportedOption((None,), "the optimizer is AdamW", "optimizer.*", of_run=True),
+        "optim_args": UnsupportedOption((None,), "the optimizer is AdamW", "optimizer.*", run_only=True),
         "optim_target_modules": UnsupportedOption(
-            (None,), "all weights are trained alike", "train.lora_rank", of_run=True
+            (None,), "a run trains all weights", "train.lora_rank", run_only=True
         ),
-        "use_rslora": UnsupportedOption((False,), "adapters are plain LoRA", "leave it out", of_run=True),
-        "use_dora": UnsupportedOption((False,), "adapters are plain LoRA", "leave it out", of_run=True),
-        "load_in_8bit": UnsupportedOption((False,), "weights are not quantised", "leave it out", of_run=True),
-        "load_in_4bit": UnsupportedOption((False,), "weights are not quantised", "leave it out", of_run=True),
+        "use_rslora": UnsupportedOption((False,), "adapters are plain LoRA", "remove it", run_only=True),
+        "use_dora": UnsupportedOption((False,), "adapters are plain LoRA", "remove it", run_only=True),
+        "load_in_8bit": UnsupportedOption((False,), "weights are not quantised", "remove it", run_only=True),
+        "load_in_4bit": UnsupportedOption((False,), "weights are not quantised", "remove it", run_only=True),
     },
-    own=(
+    ignored=(
         "output_dir per_device_* disable_dropout num_generations* generation_* temperature top_p top_k min_p "
         "repetition_penalty chat_template_kwargs cache_implementation vllm_[!i]* use_transformers_* "
         "transformers_continuous_* max_tool_calling_iterations average_tokens_across_devices bf16* fp16* tf32 "
@@ -323,19 +331,23 @@ TRL = Peer(
     ),
     differs={
         "bonus of a quantile": (
-            "TRL divides the entropy bonus by the terms that the quantile left of a micro-batch, this by all terms of "
+            "TRL divides the entropy bonus by the tokens of the quantile in a micro-batch, tracegrad by all tokens of "
             "the step: it is about {share:g} times TRL's"
         ),
-        "mean of a micro-batch": "TRL's mean is over each micro-batch, this over the step; on one they are equal",
+        "mean of a micro-batch": (
+            "TRL's mean is over each micro-batch, tracegrad's over the step; with one micro-batch they are equal"
+        ),
         "terms of a step": (
-            "TRL divides by the mean number of terms of the {steps} steps of a generation batch, this by the step's own"
+            "TRL divides by the mean number of tokens of the {steps} steps of a generation batch, tracegrad by the "
+            "number of the step"
         ),
         "scale of a batch": (
-            "TRL divides by the deviation of the rewards of one generation batch, this by that of all traces"
+            "TRL divides by the standard deviation of the rewards of one generation batch, tracegrad by the standard "
+            "deviation of all traces"
         ),
         "missing logprobs": (
-            "a term without a recorded logprob weighs 1 here and stands outside the mean over its trace; in TRL it "
-            "weighs what its row weighs, and counts as 0 in the mean"
+            "a token without a recorded logprob has weight 1 here and is not in the mean over its trace; in TRL it has "
+            "the weight of its row, and counts as 0 in the mean"
         ),
     },
 )

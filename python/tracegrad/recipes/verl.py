@@ -117,33 +117,37 @@ BESIDE: Mapping[str | tuple[str, Any], Mapping[str, Any]] = {
     f"{A}optim.lr_warmup_steps": {"data.train_batch_size": 1024},
 }
 _OVERLONG = UnsupportedOption(
-    (False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward", of_run=True
+    (False,), "rewards are recorded", "advantage.overlong, and write the sum as a reward", run_only=True
 )
 WITHOUT: Mapping[str, UnsupportedOption] = {
     f"{G}use_pf_ppo": UnsupportedOption(
-        (False,), "traces are not drawn again by their reward", "leave it out", of_run=True
+        (False,), "traces are not resampled by their reward", "remove it", run_only=True
     ),
     f"{G}rollout_correction": UnsupportedOption((None,), "it is a table", "rollout_correction.rollout_is"),
     f"{G}filter_groups": UnsupportedOption((None,), "it is a table", "filter_groups.enable"),
     f"{A}ppo_epochs": UnsupportedOption(
         (1,),
-        "one batch several times in a row; passes here are over all traces",
-        "train.epochs, updates_per_old 0",
-        of_run=True,
+        "it repeats one batch several times in a row; here an epoch is over all traces",
+        "train.epochs, updates_per_old_logprobs 0",
+        run_only=True,
     ),
     f"{A}optim.lr_warmup_steps_ratio": UnsupportedOption(
-        (0.0,), "warm-up is in steps here", "optim.lr_warmup_steps", of_run=True
+        (0.0,), "the warm-up is set in steps here", "optim.lr_warmup_steps", run_only=True
     ),
-    f"{A}optim.min_lr_ratio": UnsupportedOption((0.0, None), "it is schedule.floor", "--schedule.floor", of_run=True),
-    f"{A}optim.num_cycles": UnsupportedOption((0.5,), "a cosine falls once", "leave it out", of_run=True),
-    f"{A}optim.optimizer": UnsupportedOption(("AdamW", "adam"), "the optimizer is AdamW", "leave it out", of_run=True),
+    f"{A}optim.min_lr_ratio": UnsupportedOption(
+        (0.0, None), "it is schedule.min_lr_ratio", "--schedule.min_lr_ratio", run_only=True
+    ),
+    f"{A}optim.num_cycles": UnsupportedOption(
+        (0.5,), "the cosine schedule decreases only once", "remove it", run_only=True
+    ),
+    f"{A}optim.optimizer": UnsupportedOption(("AdamW", "adam"), "the optimizer is AdamW", "remove it", run_only=True),
     f"{A}freeze_vision_tower": UnsupportedOption(
-        (False,), "it is images.tower here", "--images.tower frozen, the default", of_run=True
+        (False,), "it is images.vision_encoder here", "--images.vision_encoder frozen, the default", run_only=True
     ),
     "reward_model.overlong_buffer.enable": _OVERLONG,
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
     "reward.reward_kwargs.overlong_buffer_cfg.enable": _OVERLONG,
-    "distillation.enabled": UnsupportedOption((False,), "there is no teacher", "leave it out"),
+    "distillation.enabled": UnsupportedOption((False,), "distillation is not supported", "remove it"),
 }
 OWN = (
     f"{A}ppo_micro_* {A}ppo_max_* {A}ppo_infer_* {A}strategy {A}use_dynamic_bsz {A}rollout_n {A}calculate_* "
@@ -185,24 +189,24 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 DIFFERS: Mapping[str, str] = {
     "rejected rows": (
-        "verl's trainer divides a mean over sequences by all rows, this by those of which rejection left something: "
-        "verl's is smaller by the share of rows that are left"
+        "verl's trainer divides a mean over sequences by all rows, tracegrad by the rows with tokens after rejection: "
+        "verl's mean is smaller by the share of these rows"
     ),
     "terms of a rejected row": (
-        "verl's bypass mode divides a row by what rejection left of it, this by all its terms: the share that is left "
-        "times verl's"
+        "verl's bypass mode divides a row by its tokens after rejection, tracegrad by all its tokens: the result is "
+        "the share of these tokens times verl's"
     ),
     "weights of geo_mean": (
-        "verl weighs a row by the geometric mean of its token weights, here each term carries its own"
+        "verl weights a row by the geometric mean of its token weights; here each token has its own weight"
     ),
-    "rejection within geo_mean": "verl's mean is over the terms that rejection left, this over all terms of the trace",
+    "rejection within geo_mean": "verl's mean is over the tokens that pass rejection, tracegrad's over the full trace",
     "rate within a batch": (
-        "verl's learning rate stands still for the {steps} optimizer steps of a training batch, here it moves at each"
+        "verl's learning rate is constant for the {steps} optimizer steps of a training batch; here it changes at each"
     ),
     "norms and biases": (
-        "verl decays norms and biases too, each step by a factor of 1 - lr * {decay:g}; here they stay as they are"
+        "verl also decays norms and biases, each step by a factor of 1 - lr * {decay:g}; tracegrad does not"
     ),
-    "epsilon of the deviation": "verl adds 1e-6 to the standard deviation of a group, this 1e-4",
+    "epsilon of the deviation": "verl adds 1e-6 to the standard deviation of a group, tracegrad 1e-4",
 }
 
 
@@ -226,7 +230,7 @@ def from_verl(config: Any) -> Recipe:
     Raises:
         ArgumentError: for options without a counterpart, by name and with a fix.
 
-    >>> print(from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].shape)
+    >>> print(from_verl({"algorithm": {"rollout_correction": {"rollout_is": "token"}}}).objective.weights[0].transform)
     clamp(w, 0, 2)
     """
     for key, prefix in (("rollout_is", C), ("adv_estimator", G), ("loss_agg_mode", A)):
@@ -242,12 +246,12 @@ def _build(o: PeerConfig) -> Recipe:
     advantage, estimator = None, f"{G}adv_estimator"
     if o[estimator] is not None:
         scale = "std" if o[f"{G}norm_adv_by_std_in_grpo"] else "none"
-        advantage = o.among(
+        advantage = o.lookup(
             estimator,
             {
-                "grpo": Advantage(scale=scale, singleton="keep"),
-                "rloo": Advantage("rloo", singleton="keep"),
-                "opo": Advantage("opo", singleton="keep"),
+                "grpo": Advantage(scale=scale, single_sample_group="keep"),
+                "rloo": Advantage("rloo", single_sample_group="keep"),
+                "opo": Advantage("opo", single_sample_group="keep"),
             },
             of_run=True,
         )
@@ -281,7 +285,7 @@ def _bypassed(o: PeerConfig) -> Objective:
     """
     gates, reduce = _gates(o, _DIRECT), _reduce(o, "all")
     fields = {"penalties": _penalties(o, reduce, "all"), "reduce": reduce, "entropy": _bonus(o, reduce, "all")}
-    if o.among(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
+    if o.lookup(f"{C}loss_type", {"ppo_clip": True, "reinforce": False}):
         return Objective(Clip(*_bounds(o), dual=o[f"{A}clip_ratio_c"]), _DIRECT, (), gates, **fields)
     return Objective(PolicyGradient(), None, _weights(o, _DIRECT), gates, **fields)
 
@@ -292,14 +296,14 @@ def _decoupled(o: PeerConfig, loss: str) -> Objective:
     bounds: tuple[dict[str, Any], ...] = ({"high": high, "when": "A>0"}, {"low": -low, "when": "A<=0"})
     reduce = Reduce("trace", "mean", denominator="kept") if loss in ("sapo", "geo_mean") else _reduce(o, "kept")
     reduce = Reduce("trace", "mean") if loss == "geo_mean" else reduce
-    options: dict[str, Any] = {"gated": True, "weighted": bool(weights)}
+    options: dict[str, Any] = {"masked": True, "weighted": bool(weights)}
     own_penalties: tuple[Penalty, ...] = ()
     surrogate, ratio = Clip(low, high), _OLD
     if loss == "vanilla":
         surrogate = Clip(low, high, dual=o[f"{A}clip_ratio_c"])
     elif loss in ("dppo_tv", "dppo_kl"):
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_OLD, shape=Truncate(0.0, o[f"{A}clip_ratio_c"])))
+        weights = (*weights, Weight(_OLD, transform=Truncate(0.0, o[f"{A}clip_ratio_c"])))
         stat = "dprob" if loss == "dppo_tv" else "binary_kl"
         gates = (*gates, *(Rejection(_OLD, stat, **side) for side in bounds))
     elif loss == "gspo":
@@ -324,9 +328,9 @@ def _decoupled(o: PeerConfig, loss: str) -> Objective:
         own_penalties = (Penalty(_OLD, "k2", o[f"{A}policy_loss.dro_beta"] or 0.0, **options),)
     elif loss == "cispo":
         surrogate, ratio = PolicyGradient(), None
-        weights = (*weights, Weight(_OLD, shape=Truncate(1 - low, 1 + high)))
+        weights = (*weights, Weight(_OLD, transform=Truncate(1 - low, 1 + high)))
     else:
-        o.among(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
+        o.lookup(f"{A}policy_loss.loss_mode", dict.fromkeys(LOSSES))
     penalties = (*own_penalties, *_penalties(o, reduce, "kept"))
     return Objective(surrogate, ratio, weights, gates, penalties, reduce, entropy=_bonus(o, reduce, "kept"))
 
@@ -341,7 +345,7 @@ def _weights(o: PeerConfig, ratio: Ratio) -> tuple[Weight, ...]:
     """Return the weight of rollout_is. One threshold truncates the weight; outside of two ("low_high") it is 0."""
     if o[f"{C}rollout_is"] is None:
         return ()
-    level = o.among(f"{C}rollout_is", {"token": Aggregation(), "sequence": _PRODUCT})
+    level = o.lookup(f"{C}rollout_is", {"token": Aggregation(), "sequence": _PRODUCT})
     low, high = _threshold(o, f"{C}rollout_is_threshold", str(o[f"{C}rollout_is_threshold"]))
     shape = Truncate(0.0, high) if low is None else MaskOutside(low, high)
     return (Weight(ratio, level, shape, normalize=o[f"{C}rollout_is_batch_normalize"]),)
@@ -353,7 +357,7 @@ def _gates(o: PeerConfig, ratio: Ratio) -> tuple[Rejection, ...]:
     rejections = [rejection.strip() for rejection in text.split(",")] if text else []
     thresholds = [rejection.strip() for rejection in str(o[name]).split(",")] if rejections else []
     if rejections and (o[name] is None or len(thresholds) not in (1, len(rejections))):
-        o.no(name, f"{len(rejections)} rejections need one threshold, or one each", "such as 0.999_1.001")
+        o.refuse(name, f"{len(rejections)} rejections need one threshold, or one each", "such as 0.999_1.001")
         return ()
     gates = []
     for rejection, threshold in zip(
@@ -361,7 +365,7 @@ def _gates(o: PeerConfig, ratio: Ratio) -> tuple[Rejection, ...]:
     ):
         level, _, stat = rejection.rpartition("_")
         if level not in _LEVELS or stat not in ("k1", "k2", "k3"):
-            o.no(f"{C}rollout_rs", f"{rejection} is no rejection", "known: token_k1, seq_mean_k3 and their like")
+            o.refuse(f"{C}rollout_rs", f"{rejection} is not a rejection", "for example token_k1 or seq_mean_k3")
             return ()
         low, high = _threshold(o, name, threshold)
         if stat == "k1":
@@ -380,15 +384,15 @@ def _threshold(o: PeerConfig, name: str, text: str) -> tuple[float | None, float
         assert high > 0
         return low, high
     except (AssertionError, ValueError):
-        o.no(name, "it is no threshold", "write 2.0, or 0.5_2.0")
+        o.refuse(name, "it is not a threshold", "write 2.0, or 0.5_2.0")
         return None, 2.0
 
 
 def _reduce(o: PeerConfig, denominator: Any) -> Reduce:
     norm = o[f"{A}loss_scale_factor"]
     if norm is None and o[f"{A}loss_agg_mode"] == "seq-mean-token-sum-norm":
-        o.no(f"{A}loss_scale_factor", "verl divides by the padded width of a batch then", "say the constant")
-    return o.among(
+        o.refuse(f"{A}loss_scale_factor", "verl then divides by the padded width of a batch", "set the constant")
+    return o.lookup(
         f"{A}loss_agg_mode",
         {
             "token-mean": Reduce("token", denominator=denominator),
@@ -409,23 +413,29 @@ def _penalties(o: PeerConfig, reduce: Reduce, terms: Terms) -> tuple[Penalty, ..
     if not o[f"{A}use_kl_loss"]:
         return ()
     name = f"{A}kl_loss_type"
-    kind = o.among(name, _KINDS)
+    kind = o.lookup(name, _KINDS)
     straight_through, own_reduce = o[name].endswith("+") and kind != "k2", _reduce(o, terms)
     cap = 10.0 if kind == "k3" else None
-    options: dict[str, Any] = {
-        "straight_through": straight_through,
-        "cap": cap,
-        "reduce": None if own_reduce == reduce else own_reduce,
-    }
     ratio, coef = Ratio("theta", "ref"), o[f"{A}kl_loss_coef"]
-    return (Penalty(ratio, kind, coef, gated=_GATED[terms], weighted=False, **options),)
+    return (
+        Penalty(
+            ratio,
+            kind,
+            coef,
+            masked=_GATED[terms],
+            weighted=False,
+            straight_through=straight_through,
+            cap=cap,
+            reduce=None if own_reduce == reduce else own_reduce,
+        ),
+    )
 
 
 def _bonus(o: PeerConfig, reduce: Reduce, terms: Terms) -> EntropyBonus | None:
     """Return the entropy bonus, on the same tokens."""
     coef, own_reduce = o[f"{A}entropy_coeff"], _reduce(o, terms)
     return (
-        EntropyBonus(coef, gated=_GATED[terms], reduce=None if own_reduce == reduce else own_reduce) if coef else None
+        EntropyBonus(coef, masked=_GATED[terms], reduce=None if own_reduce == reduce else own_reduce) if coef else None
     )
 
 
@@ -439,20 +449,20 @@ def _options(o: PeerConfig, objective: Objective) -> Options:
     if o[f"{A}optim.weight_decay"]:
         o.differs("norms and biases", decay=o[f"{A}optim.weight_decay"])
     uses_kl_in_reward = o[f"{G}use_kl_in_reward"]
-    if steps and (objective.needs.old or uses_kl_in_reward):
-        options.append(("train.updates_per_old", steps))
+    if steps and (objective.requirements.old or uses_kl_in_reward):
+        options.append(("train.updates_per_old_logprobs", steps))
     if uses_kl_in_reward and o[f"{C}bypass_mode"]:
-        reason = "with bypass_mode it is the recorded policy that pays"
-        o.no(f"{G}use_kl_in_reward", reason, "tell one of them", of_run=True)
+        reason = "with bypass_mode the penalty is on the recorded policy"
+        o.refuse(f"{G}use_kl_in_reward", reason, "set one of them", of_run=True)
     if uses_kl_in_reward:
-        target = o.among(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
-        kind, horizon = o.among(f"{G}kl_penalty", _KINDS), o[f"{G}kl_ctrl.horizon"]
+        target = o.lookup(f"{G}kl_ctrl.type", {"fixed": None, "adaptive": o[f"{G}kl_ctrl.target_kl"]})
+        kind, horizon = o.lookup(f"{G}kl_penalty", _KINDS), o[f"{G}kl_ctrl.horizon"]
         options += reward_kl(o[f"{G}kl_ctrl.kl_coef"], kind, target, horizon)
     if o[f"{G}filter_groups.enable"]:
-        options.append(("filter.even_groups", True))
+        options.append(("filter.drop_zero_std_groups", True))
         if o[f"{G}filter_groups.metric"] not in (None, "reward"):
-            reason = "groups are compared by the reward that is trained on"
-            o.no(f"{G}filter_groups.metric", reason, "reward", of_run=True)
+            reason = "groups are filtered by the trained reward"
+            o.refuse(f"{G}filter_groups.metric", reason, "reward", of_run=True)
     return tuple(options)
 
 
@@ -460,8 +470,8 @@ def _rates(o: PeerConfig, steps: int) -> Options:
     """Return the schedule. verl counts training batches of `steps` optimizer steps each; 0 if that is unknown."""
     scheduler, warmup = f"{A}optim.lr_scheduler_type", f"{A}optim.lr_warmup_steps"
     if o[warmup] > 0 and not steps:
-        reason = "it counts training batches, of a number of optimizer steps that is not told"
-        o.no(warmup, reason, f"tell data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
+        reason = "it counts training batches, whose number of optimizer steps is unknown"
+        o.refuse(warmup, reason, f"set data.train_batch_size and {A}ppo_mini_batch_size", of_run=True)
     if steps > 1 and (o[warmup] > 0 or o[scheduler] != "constant"):
         o.differs("rate within a batch", steps=steps)
     return schedule_options(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
@@ -478,7 +488,7 @@ def named(name: str) -> Recipe:
     Ratio(num='theta', den='rollout')
     """
     if name not in NAMES:
-        raise ArgumentError(f"TG-RECIPE-014: verl has no correction {name!r}. There are {', '.join(NAMES)}.")
+        raise ArgumentError(f"TG-RECIPE-014: verl has no correction {name!r}. Choose one of {', '.join(NAMES)}.")
     correction = {f"{C}{key}": value for key, value in CORRECTIONS[name.removeprefix("VERL_")].items()}
     recipe = VERL.recipe({f"{G}adv_estimator": "grpo", **correction})
     return Recipe(recipe.objective, recipe.advantage)

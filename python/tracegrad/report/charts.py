@@ -46,10 +46,10 @@ PANELS = (
     Panel("loss", ("loss",), "what was minimised"),
     Panel(
         "value",
-        ("off_policy_value",),
+        ("ope",),
         "importance-weighted reward on held-out groups where it is known, 95 % interval; dashed: as recorded",
-        ("off_policy_value_low", "off_policy_value_high"),
-        "off_policy_value_recorded",
+        ("ope_low", "ope_high"),
+        "ope_recorded_reward",
     ),
     Panel(
         "ratio mean", ("ratio_mean",), "ratio inside the surrogate; dashed: 1, the policy it was taken from", level=1.0
@@ -57,7 +57,7 @@ PANELS = (
     Panel("clip fraction", ("clip_fraction",), "share of terms whose gradient the clip removed", floor=0.0),
     Panel(
         "effective sample size",
-        ("off_policy_value_ess_fraction", "ess"),
+        ("ope_ess_fraction", "token_ess"),
         "share of samples that still count: held-out traces, weighted terms",
         floor=0.0,
     ),
@@ -66,25 +66,25 @@ PANELS = (
         ("logprob_good", "logprob_bad"),
         "mean logprob of held-out traces above and below their group",
     ),
-    Panel("distance from the recording", ("kl_rollout",), "KL(rollout, theta), nats a token", floor=0.0),
+    Panel("distance from the recording", ("kl_rollout_theta",), "KL(rollout, theta), nats a token", floor=0.0),
     Panel("entropy", ("entropy",), "nats a token", floor=0.0),
     Panel(
         "server and trainer",
-        ("sync_max", "sync_p99", "sync_p50"),
+        ("weight_check/max", "weight_check/p99", "weight_check/p50"),
         "|theta - rollout|, nats, before an update",
         floor=0.0,
     ),
     Panel(
         "where the time went",
-        ("seconds_waited", "seconds_prepared", "seconds_trained", "seconds_pushed"),
+        ("time/rollout_wait", "time/prepare", "time/train", "time/weight_sync"),
         "seconds of a step",
         floor=0.0,
     ),
     Panel("lag", ("staleness_mean", "staleness_max"), "updates that the trainer was ahead of what sampled", floor=0.0),
     Panel(
         "what went wrong",
-        ("forks", "tokens_lost", "calls_retried", "trajectories_failed"),
-        "forks and lost tokens of a step; calls sent again and failed trajectories so far",
+        ("branches_extra", "tokens_lost", "calls_retried", "trajectories_failed"),
+        "extra branches and lost tokens of a step; calls sent again and failed trajectories so far",
         floor=0.0,
     ),
     Panel("gradient norm", ("grad_norm",), "before clipping", floor=0.0),
@@ -206,7 +206,7 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
     out = []
     for index, row in enumerate(rows):
         value = _finite(row.get(key))
-        if value is not None and (key != "off_policy_value" or off_policy_estimate(row)):
+        if value is not None and (key != "ope" or off_policy_estimate(row)):
             ends = [_finite(row.get(end)) for end in band] if band else [None, None]
             low, high = (math.nan if end is None else end for end in ends)
             out.append(Point(step_of(row, index), value, low, high))

@@ -16,7 +16,7 @@ from tracegrad.storage import files
 
 NAME = "README.md"
 _BLOCK = "~~~~~~~~"
-_SPELT = {"off_policy_value": "value", "eval": "evaluation"}
+_SPELT = {"ope": "value", "eval": "evaluation"}
 
 
 def write_card(
@@ -72,18 +72,18 @@ def write_card(
 def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines with the results of a run: steps, trained tokens, off-policy estimate, and evaluations.
 
-    >>> before = {"step": 0, "off_policy_value": 0.4, "off_policy_value_low": 0.3, "off_policy_value_high": 0.5}
-    >>> figures([{**before, "off_policy_value_known": 1}, {"step": 1, "loss": 0.1, "terms": 9}])
-    ['steps           1', 'terms           9', 'value, step 0   0.400 (0.300 to 0.500)']
+    >>> before = {"step": 0, "ope": 0.4, "ope_low": 0.3, "ope_high": 0.5}
+    >>> figures([{**before, "ope_reliable": 1}, {"step": 1, "loss": 0.1, "tokens_trained": 9}])
+    ['steps           1', 'tokens          9', 'value, step 0   0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
-    facts = [("steps", f"{len(steps)}"), ("terms", f"{sum(row.get('terms') or 0 for row in steps):,}")]
-    for kind, name in (("off_policy_value", "off_policy_value"), ("eval", "eval_reward")):
+    facts = [("steps", f"{len(steps)}"), ("tokens", f"{sum(row.get('tokens_trained') or 0 for row in steps):,}")]
+    for kind, name in (("ope", "ope"), ("eval", "eval_reward")):
         measured = [row for row in rows if row.get(name) is not None]
         for row in [*measured[:1], *measured[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
             between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
-            is_reliable = kind != "off_policy_value" or off_policy_estimate(row) is not None
+            is_reliable = kind != "ope" or off_policy_estimate(row) is not None
             facts.append(
                 (f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if is_reliable else "not known")
             )

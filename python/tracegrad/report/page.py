@@ -69,7 +69,7 @@ class TraceCounts:
     @classmethod
     def of(cls, sequences: Sequences) -> "TraceCounts":
         """Return the counts of all traces in sequences."""
-        drift, terms = sequences.drift, int(sequences.trainable.sum())
+        drift, terms = sequences.alignment_report, int(sequences.trainable.sum())
         groups = len(set(sequences.group.tolist()))
         counts = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), drift.table())
         return cls(*counts, drift.recorded, drift.exact)
@@ -83,13 +83,13 @@ def write_report(
     tokenizer: Decoder,
     terms: Iterable[TermArrays] = (),
     counts: TraceCounts | None = None,
-    pull: float | None = None,
+    total_gradient: float | None = None,
     summary: Mapping[str, Any] | None = None,
     title: str = "tracegrad",
     about: Sequence[tuple[str, object]] = (),
     links: Sequence[str] = (),
-    most_traces: int = 20,
-    most_bytes: int = 6_000_000,
+    max_traces: int = 20,
+    max_bytes: int = 6_000_000,
 ) -> None:
     """Write one self-contained page. All external text is escaped.
 
@@ -100,16 +100,16 @@ def write_report(
         tokenizer: converts ids to bytes. An id unknown to it is shown as a number.
         terms: per-token arrays of the steps to show, such as `TrainResult.terms`. Without them no trace is shown.
         counts: counts of all traces. Default: those of `sequences`.
-        pull: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum over
-            `terms`.
+        total_gradient: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum
+            over `terms`.
         summary: content of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage,
             `seed`.
         title: title of the page.
         about: names and values: recipe, options, versions, paths.
         links: names of files in the same folder.
-        most_traces: maximum number of traces. Those with the largest share of the gradient are shown, with advantages
+        max_traces: maximum number of traces. Those with the largest share of the gradient are shown, with advantages
             of both signs and from many groups.
-        most_bytes: limit for all traces. Traces beyond it are left out, with a note on the page. A trace has at most
+        max_bytes: limit for all traces. Traces beyond it are left out, with a note on the page. A trace has at most
             about 300 kB, and a token 256 bytes; shortened text has a note too. Images are shown as thumbnails, at most
             64 distinct ones and 2 MB, the others as boxes.
 
@@ -119,7 +119,7 @@ def write_report(
     values = PerToken.of(sequences.tokens, terms)
     summary, counts = summary or {}, counts or TraceCounts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
-    traces = _traces(sequences, values, tokenizer, most_traces, most_bytes, pull)
+    traces = _traces(sequences, values, tokenizer, max_traces, max_bytes, total_gradient)
     policy = _POLICY + _DRAWN * ("<img " in traces)  # "<" is escaped in third-party text.
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'

@@ -187,20 +187,20 @@ class PerToken:
 
 
 def traces_by_gradient(
-    sequences: Sequences, values: PerToken, most: int, whole: float | None = None
+    sequences: Sequences, values: PerToken, most: int, total: float | None = None
 ) -> list[tuple[int, float]]:
     """Return the traces with the largest shares of the gradient, as (trace, share), largest first.
 
     The gradient of a trace is its sum of |d loss / d logprob|.
 
     Args:
-        whole: denominator of the shares. Default: the sum over the values.
+        total: denominator of the shares. Default: the sum over the values.
     """
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
     order = np.argsort(-pull, kind="stable")[:most]
-    total = whole or pull.sum()
-    return [(int(trace), float(pull[trace] / total)) for trace in order if pull[trace] > 0]
+    divisor = total or pull.sum()
+    return [(int(trace), float(pull[trace] / divisor)) for trace in order if pull[trace] > 0]
 
 
 def select_examples(
@@ -241,10 +241,10 @@ def trace_html(
     spans = [range(int(sequences.cu_seqlens[n]), int(sequences.cu_seqlens[n + 1])) for n in branches]
     places = np.concatenate([np.arange(span.start, span.stop) for span in spans])
     trained = places[np.isfinite(values.gradient[places])]
-    writer = Writer(sequences, values, token_bytes, trained, drawn=drawn)
+    writer = Writer(sequences, values, token_bytes, trained, thumbnails=drawn)
     parts = []
     for count, span in enumerate(spans, 1):
-        if writer.room <= 0:
+        if writer.characters_left <= 0:
             parts.append(_note(f"{len(spans) - count + 1:,} more branches are not shown, so that the page stays small"))
             break
         parts.append(f'<p class="branch">branch {count} of {len(spans)}</p>' if len(spans) > 1 else "")
@@ -285,10 +285,10 @@ class Writer:
     Args:
         sequences, values: the sequences, and values per token.
         token_bytes: returns the bytes of an id.
-        own: [m] positions of the trace's trained tokens.
+        trained: [m] positions of the trace's trained tokens.
         numbered: add the position of each sampled token as `data-t`, so that it can be selected, even if it is not
             trained.
-        drawn: thumbnails of the page.
+        thumbnails: thumbnails of the page.
     """
 
     def __init__(
@@ -296,17 +296,17 @@ class Writer:
         sequences: Sequences,
         values: PerToken,
         token_bytes: Callable[[int], bytes],
-        own: NDArray[np.int64],
+        trained: NDArray[np.int64],
         *,
         numbered: bool = False,
-        drawn: Thumbnails | None = None,
+        thumbnails: Thumbnails | None = None,
     ) -> None:
         self.sequences, self.values, self.token_bytes = sequences, values, token_bytes
-        self.numbered, self.drawn = numbered, drawn or Thumbnails()
-        self.left, self.room = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
-        self.pull = float(np.abs(values.gradient[own]).sum()) or 1.0
-        self.largest = float(np.abs(values.gradient[own]).max(initial=0.0)) or 1.0
-        self.largest_advantage = float(np.abs(values.advantages[own]).max(initial=0.0)) or 1.0
+        self.numbered, self.drawn = numbered, thumbnails or Thumbnails()
+        self.left, self.characters_left = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
+        self.pull = float(np.abs(values.gradient[trained]).sum()) or 1.0
+        self.largest = float(np.abs(values.gradient[trained]).max(initial=0.0)) or 1.0
+        self.largest_advantage = float(np.abs(values.advantages[trained]).max(initial=0.0)) or 1.0
 
     def branch(self, span: range) -> str:
         """Return the HTML of the tokens of a branch."""
@@ -315,21 +315,21 @@ class Writer:
         for run in self._runs(span, spans):
             spot = int(spans[run.start - span.start])
             if spot >= 0 or not self._single(run.start):
-                if self.room <= 0:
+                if self.characters_left <= 0:
                     remaining = span.stop - run.start
                     out.append(_note(f"{remaining:,} more tokens are not shown, so that the page stays small"))
                     break
                 room_before = self.drawn.room
                 out.append(self._untrained(run) if spot < 0 else self._picture(span, run, spot))
                 # Thumbnails have their own limits and do not count against the text of a trace.
-                self.room -= len(out[-1]) * (self.drawn.room == room_before)
+                self.characters_left -= len(out[-1]) * (self.drawn.room == room_before)
                 continue
             written = run[:0]
             for place in run[: self.left]:
-                if self.room <= 0:
+                if self.characters_left <= 0:
                     break
                 out.append(self._term(place))
-                self.room -= len(out[-1])
+                self.characters_left -= len(out[-1])
                 written = run[: len(written) + 1]
             self.left -= len(written)
             if len(written) < len(run):
@@ -355,7 +355,7 @@ class Writer:
             places = np.arange(*images.cu_images[branch : branch + 2].tolist())
             counts = np.diff(images.cu_features)[places]
             start = int(images.cu_features[images.cu_images[branch]])
-            out[images.at[start : start + int(counts.sum())]] = np.repeat(places, counts)
+            out[images.position[start : start + int(counts.sum())]] = np.repeat(places, counts)
         return out
 
     def _picture(self, span: range, run: range, spot: int) -> str:
@@ -363,9 +363,9 @@ class Writer:
         images = self.sequences.images
         assert images is not None, "a picture without a place"
         first, last = images.cu_features[spot : spot + 2].tolist()
-        if span.start + int(images.at[first]) != run.start:
+        if span.start + int(images.position[first]) != run.start:
             return ""
-        return self.drawn.html(images.pictures, int(images.picture[spot]), f"{last - first:,} tokens, not trained")
+        return self.drawn.html(images.pictures, int(images.image[spot]), f"{last - first:,} tokens, not trained")
 
     def _runs(self, span: range, spans: NDArray[np.int64]) -> list[range]:
         """Split a branch into runs of one kind: trained, untrained with one source, or one image."""

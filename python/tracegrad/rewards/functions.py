@@ -63,8 +63,8 @@ class Rewards:
             arguments: prompts, completions, completion_ids, the columns, trainer_state, log_extra, log_metric. A
             function gets only those that its signature accepts.
         weights: one per function, 1 by default.
-        seconds: time limit of one call.
-        processes: maximum number of processes for plain functions.
+        timeout_s: time limit of one call.
+        max_processes: maximum number of processes for plain functions.
 
     >>> def short(completions, **columns):
     ...     return [float(len(text) < 3) for text in completions]
@@ -79,29 +79,30 @@ class Rewards:
         functions: Sequence[Callable[..., Any]],
         weights: Sequence[float] | None = None,
         *,
-        seconds: float = 60.0,
-        processes: int = 2,
+        timeout_s: float = 60.0,
+        max_processes: int = 2,
     ) -> None:
         functions = [functions] if callable(functions) else list(functions)
         for function in functions:
             if not callable(function) or hasattr(function, "state_dict"):
                 raise ArgumentError(
-                    f"TG-REWARD-001: a reward function is a {type(function).__name__}. Models and names of models are "
-                    "not run here. Pass a function that asks them."
+                    f"TG-REWARD-001: a reward function is a {type(function).__name__}. Models and model "
+                    "names are not supported. Pass a function that calls the model."
                 )
         self.weights = np.ones(len(functions)) if weights is None else np.asarray(weights, np.float64)
         if self.weights.shape != (len(functions),) or not np.isfinite(self.weights).all():
             raise ArgumentError(
-                f"TG-REWARD-002: weights are {weights!r:.100} for {len(functions)} functions. Pass a number for each."
+                f"TG-REWARD-002: weights are {weights!r:.100} for {len(functions)} functions. Pass one number per "
+                "function."
             )
         self.names = _names(functions)
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, Failure] = {}
         self._functions = dict(zip(self.names, functions, strict=True))
-        self._seconds = seconds
+        self._seconds = timeout_s
         self._processes = ProcessPool(
             {name: _PlainFunction(function) for name, function in self._functions.items() if not _is_async(function)},
-            count=processes,
+            count=max_processes,
         )
 
     async def score(
@@ -131,7 +132,8 @@ class Rewards:
         for name, column_values in {"completions": completions, **columns}.items():
             if len(column_values) != count:
                 raise ArgumentError(
-                    f"TG-REWARD-003: {name} has {len(column_values)} values for {count} prompts. Pass one for each."
+                    f"TG-REWARD-003: {name} has {len(column_values)} values for {count} prompts. Pass one value per "
+                    "prompt."
                 )
         ids = [None] * count if completion_ids is None else list(completion_ids)
         arguments = {"prompts": list(prompts), "completions": list(completions), "completion_ids": ids}
@@ -201,13 +203,13 @@ async def compute_rewards(
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]] | None = None,
     *,
-    seconds: float = 60.0,
+    timeout_s: float = 60.0,
 ) -> NDArray[np.float64]:
     """Call reward functions once and return their values.
 
     The array is [n, K], with NaN if a function does not apply or failed. See `Rewards`.
     """
-    scorer = Rewards(functions, weights, seconds=seconds)
+    scorer = Rewards(functions, weights, timeout_s=timeout_s)
     try:
         return (await scorer.score(prompts, completions, columns)).values
     finally:
@@ -286,7 +288,7 @@ class _PlainFunction:
 
 def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise TypeError(f"{value!r:.100} is no number")
+        raise TypeError(f"{value!r:.100} is not a number")
     return float(value)
 
 

@@ -1,8 +1,8 @@
 """Score the trajectories of a group relative to each other with an LLM judge, as RULER does.
 
 The common beginning of all trajectories is shown once, a seed determines their order, and the prompt never has
-logprobs. If an answer cannot be read, the judge is asked once more. If that fails too, the vote is NaN. Source: RULER
-(openpipe-art).
+logprobs. If an answer cannot be read, the judge gets one more request. If that fails too, the vote is NaN.
+Source: RULER (openpipe-art).
 """
 
 import asyncio
@@ -36,8 +36,8 @@ class JudgeVote:
         group: name of the judged group.
         vote: number of the vote.
         count: number of trajectories in the group.
-        shown: for each trajectory in the prompt, in its order, the indices of the group members it stands for. Equal
-            members are shown once.
+        members_by_position: for each trajectory in the prompt, in its order, the indices of the group members that it
+            represents. Equal members are shown once.
         prompt: the messages sent to the judge, including those of the second try.
         answers: the judge's answer of each try.
         errors: the problem of each answer, "" if there was none.
@@ -49,7 +49,7 @@ class JudgeVote:
     group: str
     vote: int
     count: int
-    shown: list[list[int]]
+    members_by_position: list[list[int]]
     prompt: list[dict[str, Any]]
     answers: list[str]
     errors: list[str]
@@ -63,7 +63,7 @@ class JudgeVote:
         if self.scores is None:
             return scores
         try:
-            for members, score in zip(self.shown, self.scores, strict=True):
+            for members, score in zip(self.members_by_position, self.scores, strict=True):
                 for member in members:
                     scores[range(self.count)[member]] = _score(score, str(member))
         except (UnusableAnswerError, LookupError, TypeError, ValueError):
@@ -75,9 +75,9 @@ class JudgeVote:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> "JudgeVote":
+    def from_dict(cls, fields: Mapping[str, Any]) -> "JudgeVote":
         """Return the verdict that `as_dict` wrote."""
-        return cls(**told)
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class JudgeResult:
         return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
 
     @classmethod
-    def of(cls, verdicts: Sequence[JudgeVote], count: int) -> "JudgeResult":
+    def from_votes(cls, verdicts: Sequence[JudgeVote], count: int) -> "JudgeResult":
         """Compute the scores of `count` trajectories from votes, new or recorded."""
         votes = np.full((len(verdicts), count), np.nan)
         for row, verdict in enumerate(verdicts):
@@ -233,10 +233,10 @@ _SHOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_co
 
 
 class Judge:
-    """Scores groups of trajectories by asking a model.
+    """Scores groups of trajectories with requests to a model.
 
-    `counts` has the numbers of "verdicts", "retried", "unusable" and "untold" (the callback `told` raised). `failures`
-    has the first failure of "unusable" and "untold"; its text names the group.
+    `counts` has the numbers of "verdicts", "retried", "unusable" and "untold" (the callback `on_vote` raised).
+    `failures` has the first failure of "unusable" and "untold"; its text names the group.
 
     Args:
         chat: `async (body, *, session, salt) -> response`, such as `Servers.chat` of the judge's server.
@@ -244,10 +244,10 @@ class Judge:
         votes: number of times that a group is judged, each time in another order.
         seed: seed of the orders.
         sampling: fields added to the request.
-        characters: approximate maximum length of a prompt. Longer messages are shortened in the middle.
-        seconds: time limit of one request.
-        structured: whether the request specifies the JSON schema of the answer (`response_format`).
-        told: callback for each verdict as a dict, for example to write it to a file.
+        max_prompt_characters: approximate maximum length of a prompt. Longer messages are shortened in the middle.
+        timeout_s: time limit of one request.
+        json_schema: whether the request specifies the JSON schema of the answer (`response_format`).
+        on_vote: callback for each verdict as a dict, for example to write it to a file.
 
     Raises:
         ArgumentError: if `votes` is below 1.
@@ -261,23 +261,28 @@ class Judge:
         votes: int = 1,
         seed: int = 0,
         sampling: Mapping[str, Any] | None = None,
-        characters: int = 200_000,
-        seconds: float = 300.0,
-        structured: bool = True,
-        told: Callable[[dict[str, Any]], None] | None = None,
+        max_prompt_characters: int = 200_000,
+        timeout_s: float = 300.0,
+        json_schema: bool = True,
+        on_vote: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         if votes < 1:
-            raise ArgumentError(f"TG-REWARD-004: votes is {votes}. Nothing would be judged. Pass 1 or more.")
+            raise ArgumentError(f"TG-REWARD-004: votes is {votes}, and at least one vote is needed. Pass 1 or more.")
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, Failure] = {}
         self._chat, self._rubric, self._votes, self._seed = chat, rubric, votes, seed
         self._sampling = {"temperature": 0.0, "max_tokens": 4096, **(sampling or {})}
-        self._characters, self._seconds, self._structured, self._told = characters, seconds, structured, told
+        self._characters, self._seconds, self._structured, self._on_vote = (
+            max_prompt_characters,
+            timeout_s,
+            json_schema,
+            on_vote,
+        )
 
     async def score(self, trajectories: Sequence[Any], *, group: str = "") -> JudgeResult:
         """Return the scores of the trajectories of one group.
 
-        Equal trajectories are shown once. If a group of several has at most one distinct trajectory, no vote is taken
+        Equal trajectories are shown once. If a group of several has at most one distinct trajectory, there is no vote
         and the scores are NaN.
 
         Args:
@@ -292,14 +297,16 @@ class Judge:
         members = list(distinct.values())
         if not members or (len(members) == 1 and len(conversations) > 1):
             # Equal trajectories cannot be ranked against each other.
-            return JudgeResult.of([], len(conversations))
+            return JudgeResult.from_votes([], len(conversations))
         votes = (self._vote(conversations, members, group, vote) for vote in range(self._votes))
-        return JudgeResult.of(await asyncio.gather(*votes), len(conversations))
+        return JudgeResult.from_votes(await asyncio.gather(*votes), len(conversations))
 
-    async def again(self, verdict: JudgeVote | Mapping[str, Any]) -> JudgeVote:
+    async def rejudge(self, verdict: JudgeVote | Mapping[str, Any]) -> JudgeVote:
         """Judge the prompt of a recorded verdict again."""
         recorded = verdict if isinstance(verdict, JudgeVote) else JudgeVote.from_dict(verdict)
-        return await self._ask(recorded.group, recorded.vote, recorded.count, recorded.shown, recorded.prompt[:2])
+        return await self._ask(
+            recorded.group, recorded.vote, recorded.count, recorded.members_by_position, recorded.prompt[:2]
+        )
 
     async def _vote(self, conversations: list[Any], members: list[list[int]], group: str, vote: int) -> JudgeVote:
         shown = list(members)
@@ -322,7 +329,7 @@ class Judge:
     async def _ask(
         self, group: str, vote: int, count: int, shown: list[list[int]], prompt: list[dict[str, Any]]
     ) -> JudgeVote:
-        """Take one vote. If the answer cannot be read, ask once more."""
+        """Request one vote. If the answer cannot be read, send one more request."""
         prompt, answers, errors, model = list(prompt), [], [], None
         scores: list[float] | None = None
         explanations: list[str] | None = None
@@ -344,13 +351,13 @@ class Judge:
                 failure = failed.failure
             except Exception as error:
                 cause = failure_of(error)
-                failure = replace(cause, kind="wrong", words=f"the server's answer holds no message: {cause.words}")
+                failure = replace(cause, kind="wrong", message=f"the server's answer holds no message: {cause.message}")
             answers.append(answer[:65536] if isinstance(answer, str) else "")
             errors.append("" if failure is None else str(failure))
             if failure is None:
                 break
             if answers[-1] and not attempt:
-                request = f"That cannot be used: {failure.words}. Answer again, with the JSON alone."
+                request = f"That cannot be used: {failure.message}. Answer again, with the JSON alone."
                 prompt += [{"role": "assistant", "content": answers[-1]}, {"role": "user", "content": request}]
         self.counts["verdicts"] += 1
         if failure is not None:
@@ -358,15 +365,15 @@ class Judge:
         model_name = model if isinstance(model, str) else None
         verdict = JudgeVote(group, vote, count, shown, prompt, answers, errors, scores, explanations, model_name)
         try:
-            if self._told is not None:
-                self._told(verdict.as_dict())
+            if self._on_vote is not None:
+                self._on_vote(verdict.as_dict())
         except Exception as error:
             self._count("untold", group, failure_of(error))
         return verdict
 
     def _count(self, kind: str, group: str, failure: Failure) -> None:
         self.counts[kind] += 1
-        self.failures.setdefault(kind, replace(failure, words=f"group {group!r}: {failure.words}"))
+        self.failures.setdefault(kind, replace(failure, message=f"group {group!r}: {failure.message}"))
 
     def _body(self, prompt: list[dict[str, Any]], count: int) -> dict[str, Any]:
         body = {"messages": prompt, **self._sampling}
@@ -398,7 +405,7 @@ def _messages(trajectory: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         raise ArgumentError(
             f"TG-REWARD-005: a trajectory is a {type(trajectory).__name__}. A judge reads messages. Pass a "
-            f"Trace or a list of them."
+            f"Trace or a list of messages."
         )
     return [{key: message[key] for key in _SHOWN if message.get(key) not in (None, [], "")} for message in messages]
 

@@ -71,7 +71,7 @@ class ScoreCache:
                     offset += len(line)
         except OSError as error:
             raise ArgumentError(
-                f"TG-REWARD-006: {path}: {error.strerror}. What was scored before is not known. Give another --cache."
+                f"TG-REWARD-006: {path}: the cache cannot be read ({error.strerror}). Give another --cache."
             ) from error
 
     def get(self, key: str) -> Any:
@@ -107,8 +107,7 @@ class ScoreCache:
                 file.write(line.encode())
         except OSError as error:
             raise ArgumentError(
-                f"TG-REWARD-007: {self._path}: {error.strerror}. What was scored would be scored again. Give "
-                f"another --cache."
+                f"TG-REWARD-007: {self._path}: the cache cannot be written ({error.strerror}). Give another --cache."
             ) from error
 
 
@@ -155,8 +154,8 @@ def _naming_folder() -> Iterator[None]:
     except OSError as error:
         where = tempfile.tempdir or os.environ.get("TMPDIR") or "the folder of temporary files"
         raise TracegradError(
-            f"TG-REWARD-008: {where}: {error.strerror}. What is scored is kept there meanwhile, as large as the "
-            "traces. Make room, or set TMPDIR to another folder."
+            f"TG-REWARD-008: {where}: {error.strerror}. Scoring stores a temporary copy of the traces there. "
+            "Free disk space, or set TMPDIR to another folder."
         ) from error
 
 
@@ -166,8 +165,8 @@ class SpillFile:
     Args:
         parts: the traces, as `tracegrad.stream` returns them.
 
-    >>> said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    >>> with SpillFile([Traces.from_records([{"messages": said, "group": "g"}])]) as spool:
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> with SpillFile([Traces.from_records([{"messages": messages, "group": "g"}])]) as spool:
     ...     len(spool), spool.groups, spool[0].messages[1]["content"]
     (1, ['g'], '4')
     """
@@ -235,8 +234,8 @@ class ScoredTraces:
         names: names of the reward functions or the judge.
         rows: for each trace its reward (the weighted sum) and the scores in the order of `names`. Unknown ones are
             None.
-        groups, cached: number of groups, and number of those answered from the cache.
-        unscored: number of traces without a known reward. Their reward is None, never 0.
+        groups, cached_groups: number of groups, and number of those answered from the cache.
+        unscored_traces: number of traces without a known reward. Their reward is None, never 0.
         counts, failures: number of failures by "name: kind", and the first of each kind with its group and file.
     """
 
@@ -244,8 +243,8 @@ class ScoredTraces:
     names: tuple[str, ...]
     rows: dict[int, tuple[float | None, tuple[float | None, ...]]] = field(default_factory=dict, repr=False)
     groups: int = 0
-    cached: int = 0
-    unscored: int = 0
+    cached_groups: int = 0
+    unscored_traces: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[str, Failure] = field(default_factory=dict)
 
@@ -305,10 +304,10 @@ def score_traces(
     *,
     weights: Sequence[float] | None = None,
     cache: Path | None = None,
-    texts: bool = False,
-    seconds: float = 60.0,
-    parallel: int = 4,
-    told: ProgressCallback | None = None,
+    reward_input: bool = False,
+    timeout_s: float = 60.0,
+    concurrency: int = 4,
+    on_progress: ProgressCallback | None = None,
 ) -> ScoredTraces:
     """Score recorded traces with reward functions in TRL's convention, a group at a time.
 
@@ -319,22 +318,22 @@ def score_traces(
         weights: one per function, 1 by default.
         cache: file of earlier scores. A group is scored again if its traces, a function's source file or a weight
             changed.
-        texts: pass prompts and completions as texts, not as messages.
-        seconds: time limit of one call.
-        parallel: number of groups that are scored concurrently.
-        told: progress callback, called with the number of finished groups and of all groups.
+        reward_input: pass prompts and completions as texts, not as messages.
+        timeout_s: time limit of one call.
+        concurrency: number of groups that are scored concurrently.
+        on_progress: progress callback, called with the number of finished groups and of all groups.
 
     Raises:
         ArgumentError: if the cache cannot be read or written.
     """
     functions = [functions] if callable(functions) else list(functions)
-    scorer = Rewards(functions, weights, seconds=seconds, processes=parallel)
+    scorer = Rewards(functions, weights, timeout_s=timeout_s, max_processes=concurrency)
     sources, answers = [source_of(function) for function in functions], ScoreCache(cache)
     groups = _groups(traces.groups)
     result = ScoredTraces(traces, scorer.names, groups=len(groups))
 
     async def score_group(members: list[int]) -> None:
-        inputs = _inputs([traces[index] for index in members], texts)
+        inputs = _inputs([traces[index] for index in members], reward_input)
         key = key_of("functions", sources, scorer.weights.tolist(), inputs)
         answer = answers.get(key)
         rows = _cached_rows(answer, result.names, len(members))
@@ -347,15 +346,15 @@ def score_traces(
             if not scores.failed.any():
                 answers.put(key, answer)
         else:
-            result.cached += 1
+            result.cached_groups += 1
         result.rows.update(zip(members, rows, strict=True))
 
     try:
-        asyncio.run(_score_groups(score_group, groups, parallel, told))
+        asyncio.run(_score_groups(score_group, groups, concurrency, on_progress))
     finally:
         scorer.close()
     result.counts = scorer.counts
-    result.unscored = _unscored(result)
+    result.unscored_traces = _unscored(result)
     return result
 
 
@@ -368,15 +367,15 @@ async def judge_traces(
     votes: int = 2,
     name: str = "judge",
     cache: Path | None = None,
-    parallel: int = 8,
+    concurrency: int = 8,
     sampling: Mapping[str, Any] | None = None,
-    told: ProgressCallback | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Any,
 ) -> JudgedTraces:
     """Score recorded traces with a judge, within each group. Each vote shows the group in another order.
 
     Args:
-        traces, parallel, told: as for `score_traces`.
+        traces, concurrency, on_progress: as for `score_traces`.
         chat: as for `Judge`.
         model: name of the judge's model. Scores of another model are not taken from the cache.
         rubric, sampling, options: as for `Judge`.
@@ -415,16 +414,16 @@ async def judge_traces(
             if all(verdict.scores is not None for verdict in judged_group.verdicts):
                 answers.put(key, answer)
         else:
-            result.cached += 1
+            result.cached_groups += 1
         alike, all_pairs = _agreement(answer["votes"])
         pairs[0], pairs[1] = pairs[0] + alike, pairs[1] + all_pairs
         for index, score in zip(members, answer["scores"], strict=True):
             result.rows[index] = (score, (score,))
 
-    await _score_groups(judge_group, groups, parallel, told)
+    await _score_groups(judge_group, groups, concurrency, on_progress)
     result.counts = Counter({f"{name}: {kind}": count for kind, count in judge.counts.items() if kind != "verdicts"})
     result.agreement = pairs[0] / pairs[1] if pairs[1] else math.nan
-    result.unscored = _unscored(result)
+    result.unscored_traces = _unscored(result)
     return result
 
 
@@ -432,7 +431,7 @@ def _note(result: ScoredTraces, kind: str, failure: Failure, trace: Trace) -> No
     """Keep the first failure of a kind, with the location of its group's first trace."""
     file, line = trace.core.location(trace.index)
     where = f"{file or '<records>'}:{line or 1}" + ("" if trace.group is None else f", group {trace.group!r}")
-    result.failures.setdefault(kind, replace(failure, words=f"{where}: {failure.words}"))
+    result.failures.setdefault(kind, replace(failure, message=f"{where}: {failure.message}"))
 
 
 def _cached_rows(answer: Any, names: tuple[str, ...], count: int) -> list[tuple[Any, tuple[Any, ...]]] | None:

@@ -25,7 +25,7 @@ __all__ = ["Answer", "ServerError", "Servers"]
 try:
     import orjson
 except ImportError as error:
-    raise ImportError("Playing needs orjson. Run: pip install 'tracegrad[online]'.") from error
+    raise ImportError("Rollouts need orjson. Run: pip install 'tracegrad[online]'.") from error
 
 # Refuse the types that the standard library refuses, so that no type gets an encoding of its own.
 STRICT = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
@@ -125,15 +125,15 @@ def normalize_url(url: str) -> str:
         host, _ = parts.hostname, parts.port
     except (ValueError, TypeError, AttributeError) as error:
         raise ArgumentError(
-            f"TG-ROLLOUT-001: {redact(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+            f"TG-ROLLOUT-001: {redact(str(url))!r} is not the URL of a server. Pass a URL such as http://127.0.0.1:8000."
         ) from error
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
         raise ArgumentError(
-            f"TG-ROLLOUT-002: {redact(str(url))!r} is no URL of a server. Give one such as http://127.0.0.1:8000."
+            f"TG-ROLLOUT-002: {redact(str(url))!r} is not the URL of a server. Pass a URL such as http://127.0.0.1:8000."
         )
     if parts.username or parts.password:
         raise ArgumentError(
-            f"TG-ROLLOUT-003: The URL of {host} holds a name or password, which logs would show. Pass `key` instead."
+            f"TG-ROLLOUT-003: the URL of {host} contains a name or password, which logs would show. Pass `key` instead."
         )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -148,8 +148,8 @@ def encode_body(body: Mapping[str, Any], path: str) -> bytes:
         return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"TG-ROLLOUT-004: The body for {path} is no JSON: {error}. A server would not take it. Pass dicts, lists, "
-            "texts and finite numbers."
+            f"TG-ROLLOUT-004: the body for {path} cannot be written as JSON: {error}. Use only dicts, lists, strings "
+            "and finite numbers."
         ) from error
 
 
@@ -220,7 +220,9 @@ class HttpTransport:
             return Answer(url, response.status, body, time.monotonic() - started, error, retry_after_s=wait_s)
 
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            return answer(None, "the answer is compressed although identity was asked for. Turn compression off there")
+            return answer(
+                None, "the answer is compressed although the request set identity. Turn off compression there"
+            )
         chunks, size = [], 0
         async for chunk in response.content.iter_any():
             size += len(chunk)
@@ -301,7 +303,7 @@ class Servers:
         timeout_s: time limit of one call, including retries and waits for a server.
         connect_s, read_s: time limit to connect, and longest silence of a server; `read_s` defaults to `timeout_s`.
         retries: maximum number of times a call is sent again.
-        failures: a server is no longer used after this many failures in a row.
+        max_consecutive_failures: a server is no longer used after this many failures in a row.
         probe_s: seconds between health requests to a server that is out of use.
         answer_bytes: maximum size of an answer.
         connections: maximum number of open connections; further calls wait.
@@ -317,27 +319,23 @@ class Servers:
         connect_s: float = 10.0,
         read_s: float | None = None,
         retries: int = 5,
-        failures: int = 3,
+        max_consecutive_failures: int = 3,
         probe_s: float = 2.0,
         answer_bytes: int = 64 << 20,
         connections: int = 512,
     ):
         if isinstance(urls, str) or not urls:
-            raise ArgumentError(
-                f"TG-ROLLOUT-005: urls is {urls!r}. A run needs a list of at least one server. Give its URL in a list."
-            )
+            raise ArgumentError(f"TG-ROLLOUT-005: urls is {urls!r}. Pass a list with the URL of at least one server.")
         names = [normalize_url(url) for url in urls]
         if len(set(names)) != len(names):
             duplicate = next(name for name in names if names.count(name) > 1)
-            raise ArgumentError(
-                f"TG-ROLLOUT-006: {duplicate} is named twice. Each server counts its own load. Name it once."
-            )
+            raise ArgumentError(f"TG-ROLLOUT-006: {duplicate} is listed twice. List each server once.")
         limits = {"timeout_s": timeout_s, "connect_s": connect_s, "read_s": read_s or timeout_s, "probe_s": probe_s}
-        limits |= {"failures": failures, "answer_bytes": answer_bytes, "connections": connections}
+        limits |= {"failures": max_consecutive_failures, "answer_bytes": answer_bytes, "connections": connections}
         for name, value in limits.items():
             if not 0 < value < float("inf"):
                 raise ArgumentError(
-                    f"TG-ROLLOUT-007: {name} is {value}. Without a bound a server that hangs holds the run. Give one."
+                    f"TG-ROLLOUT-007: {name} is {value}. It must be above 0 and finite, so no server can block the run."
                 )
         self.model = model
         self.key = key
@@ -348,7 +346,7 @@ class Servers:
         self._in_use: Counter[str] = Counter()
         self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self._connect_s, self._probe_s = connect_s, probe_s
-        self._retries, self._failures = retries, failures
+        self._retries, self._failures = retries, max_consecutive_failures
         self._refused: set[str] = set()
         self._wire_options: dict[str, Any] = {
             "key": key,
@@ -404,7 +402,7 @@ class Servers:
         return set(+self._in_use)
 
     @contextlib.contextmanager
-    def holding(self) -> Iterator[str]:
+    def hold_model(self) -> Iterator[str]:
         """Yield the current model name, and keep it in `in_use` until the context is left."""
         name = self.model
         self._in_use[name] += 1
@@ -430,7 +428,7 @@ class Servers:
         self, path: str, body: Mapping[str, Any], *, session: str, salt: str | None = None
     ) -> dict[str, Any]:
         """Send a JSON object to any path, as `chat` does, and return the JSON object of the answer."""
-        with self.holding() as model:
+        with self.hold_model() as model:
             sent = {**body, "model": model}
             if salt is not None:
                 sent["cache_salt"] = salt
@@ -473,20 +471,20 @@ class Servers:
             tries += 1
             if tries > self._retries or time.monotonic() >= deadline:
                 raise ServerError(
-                    f"TG-ROLLOUT-009: {server.url}{path} gave no answer in {tries} tries, the last time: "
-                    f"{answer.words}. The session {session!r} cannot go on. Look at that server's log, or raise "
-                    "retries and timeout_s."
+                    f"TG-ROLLOUT-009: {server.url}{path} did not answer in {tries} tries; the last failure: "
+                    f"{answer.words}. Session {session!r} cannot continue. Read that server's log, or raise retries "
+                    "and timeout_s."
                 )
             self.retried += 1
             backoff_s = min(BACKOFF_S * 2 ** (tries - 1), LONGEST_BACKOFF_S) * random.uniform(0.5, 1.5)
             wait_s = backoff_s if wait_s is None else wait_s
             await asyncio.sleep(max(0.0, min(wait_s, deadline - time.monotonic())))
 
-    async def where(self, session: str) -> str:
+    async def url_of(self, session: str) -> str:
         """Return the base URL of the session's server, for clients with own connections; wait until one is usable."""
         return (await self._server(session, time.monotonic() + self.timeout_s)).url
 
-    async def ask(
+    async def request(
         self,
         url: str,
         path: str,
@@ -503,14 +501,14 @@ class Servers:
         data = None if body is None else encode_body(body, path)
         return await self._open.request(method, url, path, data, timeout_s=timeout_s, fresh=True, token=token)
 
-    async def each(
+    async def request_all(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = 60.0, method: str = "POST"
     ) -> list[Answer]:
         """Send one control request to every server that is not evicted; return the answers in the order of `urls`."""
-        requests = [self.ask(url, path, body, timeout_s=timeout_s, method=method) for url in self.urls]
+        requests = [self.request(url, path, body, timeout_s=timeout_s, method=method) for url in self.urls]
         return list(await asyncio.gather(*requests))
 
-    def leave_out(self, url: str, why: str) -> None:
+    def suspend(self, url: str, why: str) -> None:
         """Stop using a server until its /health answers and `admission` agrees."""
         server = self._servers[url]
         if server.usable:
@@ -539,7 +537,7 @@ class Servers:
     def _open(self) -> Transport:
         if self._wire is None:
             raise ArgumentError(
-                "TG-ROLLOUT-010: These servers are not open. Use them inside `async with Servers(...) as servers:`."
+                "TG-ROLLOUT-010: these servers are not open. Use them inside `async with Servers(...) as servers:`."
             )
         return self._wire
 
@@ -556,8 +554,8 @@ class Servers:
         if future.cancelled():
             if server.evicted is None:
                 raise ServerError(
-                    f"TG-ROLLOUT-011: {server.url}{path} was being asked while its servers were closed. Close "
-                    f"them last."
+                    f"TG-ROLLOUT-011: the servers were closed during a request to {server.url}{path}. Close them after "
+                    f"all requests."
                 )
             return None
         return future.result()
@@ -579,13 +577,11 @@ class Servers:
                 return server
             why = "; ".join(f"{server.url}: {server.evicted or server.out}" for server in self._servers.values())
             if not self.urls:
-                raise ServerError(
-                    f"TG-ROLLOUT-012: No server is left: {why}. Start them again, and the run from its folder."
-                )
+                raise ServerError(f"TG-ROLLOUT-012: all servers are evicted: {why}. Restart them and resume the run.")
             if not await self._change(deadline):
                 raise ServerError(
-                    f"TG-ROLLOUT-013: No server was up for session {session!r} within {self.timeout_s:g} s: {why}. "
-                    "Start them again; they are asked for their health all the time."
+                    f"TG-ROLLOUT-013: no server was available for session {session!r} within {self.timeout_s:g} s: "
+                    f"{why}. Restart the servers; the run checks their health and uses them once they answer."
                 )
 
     async def _change(self, deadline: float) -> bool:
@@ -598,13 +594,13 @@ class Servers:
     def _count_failure(self, server: _Server, reason: str) -> None:
         server.failures += 1
         if server.failures >= self._failures:
-            self.leave_out(server.url, f"failed {server.failures} times in a row, the last time: {reason}")
+            self.suspend(server.url, f"failed {server.failures} times in a row, the last time: {reason}")
 
     async def _probe(self, server: _Server) -> None:
         """Send health requests to a server that is out, until it may be used again."""
         while True:
             await asyncio.sleep(self._probe_s)
-            healthy = await self.ask(server.url, "/health", timeout_s=self._connect_s, method="GET")
+            healthy = await self.request(server.url, "/health", timeout_s=self._connect_s, method="GET")
             if not 0 < healthy.status < 500:
                 continue
             if self.admission is not None and not await self.admission(server.url):
@@ -630,7 +626,7 @@ def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     if answer.error is not None:
         fix = ""
     error_type = _Refused if answer.status in (400, 422) else ServerError
-    return error_type(f"{url}{path} answered {answer.status}, not what was asked for: {answer.words}. {fix}".rstrip())
+    return error_type(f"{url}{path} answered {answer.status} instead of a completion: {answer.words}. {fix}".rstrip())
 
 
 async def measure_logprob_kind(servers: Servers) -> str | None:
@@ -652,7 +648,7 @@ async def measure_logprob_kind(servers: Servers) -> str | None:
         "ignore_eos": True,
     }
     answers_by_token = [
-        await servers.each("/v1/completions", {**body, "allowed_token_ids": [token]}) for token in (1, 2)
+        await servers.request_all("/v1/completions", {**body, "allowed_token_ids": [token]}) for token in (1, 2)
     ]
     for url, *answers in zip(servers.urls, *answers_by_token, strict=False):
         try:
@@ -663,7 +659,7 @@ async def measure_logprob_kind(servers: Servers) -> str | None:
     if len(set(kinds.values())) > 1:
         descriptions = ", ".join(f"{kind} at {url}" for url, kind in kinds.items())
         raise ArgumentError(
-            f"TG-ROLLOUT-014: the servers' logprobs are {descriptions}. One ratio would be of two kinds. Start all "
-            "with the same --logprobs-mode."
+            f"TG-ROLLOUT-014: the servers' logprobs are {descriptions}. One ratio cannot mix both kinds. Start all "
+            "servers with the same --logprobs-mode."
         )
     return next(iter(kinds.values()), None)

@@ -57,7 +57,7 @@ class Environment:
 
 
 def environment_contract(make: Callable[[], Any], *, sampling: Mapping[str, Any] | None = None) -> Any:
-    """Return the contract of an environment class or factory.
+    """Return the agent function of an environment class or factory.
 
     Args:
         make: creates an environment for each trajectory.
@@ -109,7 +109,7 @@ def _messages(value: Any, method: str) -> list[Message]:
         isinstance(message, Mapping) and "role" in message for message in value
     ):
         raise ArgumentError(
-            f"TG-ROLLOUT-015: {method} returned {value!r:.200}. The policy is asked with messages. Return a list of "
+            f"TG-ROLLOUT-015: {method} returned {value!r:.200} instead of messages. Return a list of "
             '{"role": ..., "content": ...}.'
         )
     return [dict(message) for message in value]
@@ -120,11 +120,11 @@ def trl_environment(
     *,
     tools: Any = (),
     score: Score | None = None,
-    turns: int | None = None,
+    max_turns: int | None = None,
     seconds: float = 30.0,
     sampling: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return the contract of a class made for TRL's `environment_factory`, unchanged.
+    """Return the agent function of a class for TRL's `environment_factory`; the class needs no change.
 
     `reset(**row)` may return content that is appended to the last message of the prompt. Public methods are tools,
     called one after the other. `get_reward()`, if it exists, returns the reward, named after the class. Instances are
@@ -134,7 +134,7 @@ def trl_environment(
         make: creates an instance.
         tools: additional functions.
         score: `(task, prompt, completion)` to a reward, if the class has none.
-        turns: maximum number of tool answers; TRL's max_tool_calling_iterations.
+        max_turns: maximum number of tool answers; TRL's max_tool_calling_iterations.
         seconds: time limit of one tool call.
         sampling: fields of its requests.
     """
@@ -153,7 +153,7 @@ def trl_environment(
             )
             functions = [*tools, *public_methods(world)]
             all_tools = Tools(functions, seconds=seconds, run="order", text=str, thread=thread)
-            messages, _ = await run_tool_loop(policy, prompt, all_tools, turns, sampling)
+            messages, _ = await run_tool_loop(policy, prompt, all_tools, max_turns, sampling)
             if hasattr(world, "get_reward"):
                 rewards = {type(world).__name__: await _call(thread, world.get_reward)}
             else:

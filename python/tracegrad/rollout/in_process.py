@@ -41,9 +41,8 @@ class Engine:
             from vllm import LLM
         except ImportError as error:
             raise ArgumentError(
-                "TG-ROLLOUT-016: vLLM is not installed in this interpreter, and servers='in-process' runs it here. "
-                "Nothing could be played. Install vllm here, or pass python=, the interpreter of an environment that "
-                "has it."
+                "TG-ROLLOUT-016: vLLM is not installed in this interpreter, where servers='in-process' runs it. "
+                "Install vllm, or replace servers='in-process' by python=, the interpreter of an environment with vLLM."
             ) from error
         self.arguments = dict(arguments)
         engine_arguments = {name: value for name, value in arguments.items() if name not in SERVER_ARGUMENTS}
@@ -51,8 +50,8 @@ class Engine:
             self.llm: Any = LLM(model=str(model), **engine_arguments)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
-                f"TG-ROLLOUT-017: vllm.LLM does not take its arguments: {str(error)[:500]}. Nothing could be "
-                f"played. Look at engine=."
+                f"TG-ROLLOUT-017: vllm.LLM does not accept its arguments: {str(error)[:500]}. Check the options in "
+                f"engine=."
             ) from error
         self.error: BaseException | None = None
         self.paused = False
@@ -95,7 +94,7 @@ class Engine:
             if clear:
                 if not llm.reset_prefix_cache(reset_running_requests=True):
                     raise ServerError(
-                        "TG-ROLLOUT-018: vLLM did not reset its prefix cache. Old keys and values would be used."
+                        "TG-ROLLOUT-018: vLLM did not reset its prefix cache, which has keys and values of old weights."
                     )
                 llm.reset_mm_cache()
                 llm.llm_engine.reset_encoder_cache()
@@ -142,8 +141,8 @@ class Engine:
     def dead_error(self) -> ServerError:
         """Error with the cause of the failure."""
         return ServerError(
-            f"TG-ROLLOUT-019: vLLM in this process has ended: {type(self.error).__name__}: {self.error}. It cannot be "
-            "asked. Look at what it printed, and start the run again from its folder."
+            f"TG-ROLLOUT-019: vLLM in this process has ended: {type(self.error).__name__}: {self.error}. Read its "
+            "output and resume the run."
         )
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -235,11 +234,11 @@ class InProcessServers(Servers):
         self._wire = EngineTransport(self.engine, self.model)
         return self
 
-    async def where(self, session: str) -> str:
+    async def url_of(self, session: str) -> str:
         """Raise an error: agents with their own client need an address, which an engine does not have."""
         raise ServerError(
-            "TG-ROLLOUT-020: the policy is served in this process and has no address. An agent that asks by "
-            "policy.base_url cannot reach it. Ask by policy.chat, or leave out servers='in-process'."
+            "TG-ROLLOUT-020: the policy is served in this process and has no address, so policy.base_url is not "
+            "available. Use policy.chat, or remove servers='in-process'."
         )
 
     async def sleep(self, level: int = 1) -> None:
@@ -259,8 +258,8 @@ class InProcessServers(Servers):
 
         if not current_platform.is_cuda():
             raise ArgumentError(
-                f"TG-ROLLOUT-021: {name} is asked of vLLM on {current_platform.device_type}, which gives no memory "
-                "back although it says so. Leave it out; it is for CUDA."
+                f"TG-ROLLOUT-021: {name} has no effect with vLLM on {current_platform.device_type}: the memory is not "
+                "freed, although vLLM reports that it is. Remove the call; it works only on CUDA."
             )
         await asyncio.wrap_future(self.engine.do(work))
 
@@ -399,7 +398,7 @@ def _pause(engine: Engine) -> Callable[[dict[str, Any], dict[str, str]], Any]:
     def pause(_: dict[str, Any], query: dict[str, str]) -> Any:
         if query.get("mode") != "keep":
             raise ArgumentError(
-                f"TG-ROLLOUT-022: mode is {query.get('mode')!r}. Requests under way would be lost. Pause with keep."
+                f"TG-ROLLOUT-022: mode is {query.get('mode')!r}, which drops requests in flight. Pause with mode=keep."
             )
         return engine.pause(query.get("clear_cache", "true") != "false")
 

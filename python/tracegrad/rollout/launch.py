@@ -23,7 +23,7 @@ READ_BACK = 65_536
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return command-line flags for vLLM's engine arguments, which are given by the names of its EngineArgs.
+    """Return command-line flags for vLLM's engine arguments, by the names of its EngineArgs.
 
     >>> flags({"max_model_len": 1024, "enforce_eager": True, "seed": None})
     ['--max-model-len=1024', '--enforce-eager']
@@ -59,7 +59,7 @@ class ServerProcess:
         arguments: further engine arguments of vLLM by name, see `flags`; or a list of flags.
         environment: variables in addition to those of this process.
         key: token that the server requires, passed in VLLM_API_KEY because command lines are public.
-        log: file for its output.
+        log_path: file for its output.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class ServerProcess:
         arguments: Mapping[str, Any] | Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         key: str | None = None,
-        log: str | Path,
+        log_path: str | Path,
     ):
         port = _free_port(port)
         self.url = f"http://127.0.0.1:{port}"
-        self.log = Path(log)
+        self.log_path = Path(log_path)
         extra_flags = flags(arguments) if isinstance(arguments, Mapping) else list(arguments)
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), *extra_flags]
@@ -84,7 +84,7 @@ class ServerProcess:
         variables = {**os.environ, **(environment or {})}
         if key is not None:
             variables["VLLM_API_KEY"] = key
-        with files.append(self.log) as output:
+        with files.append(self.log_path) as output:
             self.process = subprocess.Popen(
                 [*watchdog, *command],
                 stdin=subprocess.DEVNULL,
@@ -94,14 +94,14 @@ class ServerProcess:
                 start_new_session=True,
             )
 
-    def wait(self, timeout_s: float = 600.0, say: Callable[[str], None] | None = None) -> str:
-        """Return the URL once /health answers; until then, `say` receives a line every ten seconds.
+    def wait(self, timeout_s: float = 600.0, log: Callable[[str], None] | None = None) -> str:
+        """Return the URL once /health answers; until then, `log` receives a line every ten seconds.
 
         Raises:
             ServerError: if the server ends, or is not healthy within `timeout_s`; the message quotes its log.
         """
         deadline = time.monotonic() + timeout_s
-        progress = Progress(say or (lambda _: None))
+        progress = Progress(log or (lambda _: None))
         while time.monotonic() < deadline:
             progress.tick(
                 lambda seconds: (
@@ -115,8 +115,8 @@ class ServerProcess:
                 return self.url
             time.sleep(0.5)
         raise ServerError(
-            f"TG-ROLLOUT-023: vLLM was not healthy within {timeout_s:.0f} s; it cannot be asked. It said: "
-            f"{self.last_words()}. A loaded machine takes minutes: raise the time, or look into {self.log}."
+            f"TG-ROLLOUT-023: vLLM was not healthy within {timeout_s:.0f} s. Its last output: {self.last_words()}. "
+            f"Read {self.log_path}. If the machine is busy, raise the time limit."
         )
 
     def ended(self) -> str | None:
@@ -124,8 +124,8 @@ class ServerProcess:
         if (status := self.process.poll()) is None:
             return None
         return (
-            f"TG-ROLLOUT-054: vLLM at {self.url} ended with status {status}; it cannot be asked. It said: "
-            f"{self.last_words()}. All of it stands in {self.log}."
+            f"TG-ROLLOUT-054: vLLM at {self.url} ended with status {status}. Its last output: {self.last_words()}. "
+            f"Read {self.log_path}."
         )
 
     def last_words(self) -> str:
@@ -136,7 +136,7 @@ class ServerProcess:
 
     def _tail(self) -> list[str]:
         """Return the last lines of the log; "nothing" if it is empty."""
-        with self.log.open("rb") as lines:
+        with self.log_path.open("rb") as lines:
             lines.seek(max(0, lines.seek(0, os.SEEK_END) - READ_BACK))
             tail = [line for line in lines.read().decode(errors="replace").splitlines() if line.strip()]
         return tail or ["nothing"]
@@ -155,13 +155,13 @@ def launch(
     port: int | None = None,
     *,
     timeout_s: float = 600.0,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Iterator[ServerProcess]:
     """Start a vLLM server, yield it once it is healthy, and stop it at the end; arguments as for `ServerProcess`."""
     launched = ServerProcess(python, model, port, **options)
     try:
-        launched.wait(timeout_s, say)
+        launched.wait(timeout_s, log)
         yield launched
     finally:
         launched.stop()
@@ -174,7 +174,7 @@ def _free_port(port: int | None) -> int:
             probe.bind(("127.0.0.1", port or 0))
         except OSError as error:
             raise ArgumentError(
-                f"TG-ROLLOUT-024: Port {port} of 127.0.0.1 cannot be had: {error}. Another server may stand there, and "
-                "would be taken for this one. Stop it, or give another port."
+                f"TG-ROLLOUT-024: port {port} of 127.0.0.1 is not free: {error}. The run would send requests to the "
+                "process that listens there. Stop that process, or choose another port."
             ) from error
         return probe.getsockname()[1]

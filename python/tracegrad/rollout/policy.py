@@ -38,26 +38,24 @@ class Limits:
     """Limits of one trajectory.
 
     Args:
-        turns: maximum number of policy calls.
-        tokens: maximum number of sampled tokens in all calls together.
-        seconds: time limit from start to reward.
+        max_turns: maximum number of policy calls.
+        max_tokens: maximum number of sampled tokens in all calls together.
+        timeout_s: time limit from start to reward.
     """
 
-    turns: int = 32
-    tokens: int | None = None
-    seconds: float = 600.0
+    max_turns: int = 32
+    max_tokens: int | None = None
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("turns", "tokens", "seconds"):
+        for name in ("max_turns", "max_tokens", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ArgumentError(
-                    f"TG-ROLLOUT-025: limits: {name} is {value}. Nothing could be played. Pass more than 0."
-                )
+                raise ArgumentError(f"TG-ROLLOUT-025: limits: {name} is {value}. It must be above 0.")
 
 
 class Policy:
-    """Policy that a contract receives together with its task.
+    """Policy that an agent receives together with its task.
 
     Existing agents use `base_url` and `key`: an OpenAI-compatible address whose calls are recorded in this trajectory.
     `ended` is the limit that was reached, None before that. `counts` counts tool calls by outcome.
@@ -121,29 +119,29 @@ class Policy:
         """
         if sampling.get("stream"):
             raise ArgumentError(
-                "TG-ROLLOUT-026: policy.chat gives whole messages. Leave out stream, or use policy.base_url."
+                "TG-ROLLOUT-026: policy.chat returns complete messages. Remove stream, or use policy.base_url."
             )
         body: dict[str, Any] = {"messages": [without_finish_reason(message) for message in messages], **sampling}
         if tools:
             body["tools"] = list(tools)
         call = self.session.open(body)
-        tokens_left = self.left()
+        tokens_left = self.tokens_left()
         if tokens_left is not None:
-            self.bound(call.request, tokens_left)
+            self.limit_tokens(call.request, tokens_left)
         self.turns += 1
         try:
             response = await self._answer(call)
         except BaseException as error:
-            call.lose(f"{type(error).__name__}: {error}")
+            call.fail(f"{type(error).__name__}: {error}")
             raise
         try:
             message = message_of(response)
         except NoAnswer as error:
-            call.lose(str(error))
+            call.fail(str(error))
             raise
         call.close(response)
         truncated = message["finish_reason"] == "length"
-        if truncated and self.limits.tokens is not None and self.session.tokens >= self.limits.tokens:
+        if truncated and self.limits.max_tokens is not None and self.session.tokens >= self.limits.max_tokens:
             self.ended = "tokens"
         return message
 
@@ -156,35 +154,36 @@ class Policy:
                 if not call.drop(refused.names):
                     raise
 
-    def left(self) -> int | None:
+    def tokens_left(self) -> int | None:
         """Return how many tokens may still be sampled; None without a limit.
 
         Raises:
             LimitReached: no token or no turn is left.
         """
-        if self.turns >= self.limits.turns:
+        if self.turns >= self.limits.max_turns:
             self.ended = "turns"
             raise LimitReached(
-                "turns", f"TG-ROLLOUT-055: the episode has had its {self.limits.turns} turns. Raise limits.turns."
+                "turns", f"TG-ROLLOUT-055: the episode reached its {self.limits.max_turns} turns. Raise max_turns."
             )
-        if self.limits.tokens is None:
+        if self.limits.max_tokens is None:
             return None
-        if self.session.tokens >= self.limits.tokens:
+        if self.session.tokens >= self.limits.max_tokens:
             self.ended = "tokens"
             raise LimitReached(
-                "tokens", f"TG-ROLLOUT-056: the episode has had its {self.limits.tokens} tokens. Raise limits.tokens."
+                "tokens",
+                f"TG-ROLLOUT-056: the episode reached its {self.limits.max_tokens} tokens. Raise max_tokens.",
             )
-        return self.limits.tokens - self.session.tokens
+        return self.limits.max_tokens - self.session.tokens
 
     def salt(self) -> str | None:
         """Return the `cache_salt` for a request that is sent now."""
         return None if self._salt is None else self._salt()
 
-    def at(self, address: tuple[str, str] | None) -> None:
+    def set_address(self, address: tuple[str, str] | None) -> None:
         """Set the recording address of this trajectory: base URL and key."""
         self._address = address
 
-    def bound(self, request: dict[str, Any], left: int) -> None:
+    def limit_tokens(self, request: dict[str, Any], left: int) -> None:
         """Limit the sampled tokens of a request to `left`."""
         name = next((name for name in ("max_completion_tokens", "max_output_tokens") if name in request), "max_tokens")
         request[name] = min(request.get(name) or left, left)
@@ -192,9 +191,8 @@ class Policy:
     def _proxy_address(self) -> tuple[str, str]:
         if self._address is None:
             raise ArgumentError(
-                "TG-ROLLOUT-027: policy.base_url: no proxy runs, so no agent could be recorded. Pass proxy= to "
-                "play, or leave a run's "
-                'play.ids at "chat".'
+                "TG-ROLLOUT-027: policy.base_url needs a recording proxy, and none is running. Pass proxy= to "
+                'run_rollout, or set rollout.input of the run to "messages".'
             )
         return self._address
 
@@ -217,8 +215,7 @@ def message_of(response: Any) -> Message:
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         text = repr(response)
         raise NoAnswer(
-            f"TG-ROLLOUT-028: a server answered {text[:200]}, which holds no message. There is nothing to go on with. "
-            "Look at the server's log."
+            f"TG-ROLLOUT-028: a server answered {text[:200]}, which contains no message. Read the server's log."
         ) from None
     message["finish_reason"] = choice.get("finish_reason")
     return message

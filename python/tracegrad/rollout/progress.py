@@ -1,4 +1,4 @@
-"""Print plain lines about long operations, a few seconds apart, so that a log shows progress."""
+"""Print plain lines about long operations every few seconds, so that a log shows progress."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ class Progress:
     """Prints a line at most every `EVERY_S` seconds; the first one after `EVERY_S` seconds.
 
     Args:
-        say: receives the lines.
+        log: receives the lines.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._say = log
         self._started_at = self._last_at = time.monotonic()
 
     def tick(self, words: Callable[[float], str]) -> None:

@@ -79,8 +79,8 @@ class Refusal(Exception):
 class Pool(Protocol):
     """Several servers, for example `rollout.client.Servers`."""
 
-    async def where(self, session: str) -> str: ...
-    def leave_out(self, url: str, why: str) -> None: ...
+    async def url_of(self, session: str) -> str: ...
+    def suspend(self, url: str, why: str) -> None: ...
 
 
 class Upstream:
@@ -132,15 +132,15 @@ class Upstream:
                     may_retry = False
                     continue
                 if not isinstance(self._url, str) and time.monotonic() < deadline:
-                    self._url.leave_out(base, f"it cannot be asked: {error}")
+                    self._url.suspend(base, f"it is not reachable: {error}")
                     continue
-                raise Refusal(502, f"the server cannot be asked: {error}", "upstream_error") from None
+                raise Refusal(502, f"the server is not reachable: {error}", "upstream_error") from None
 
     async def _where(self, session: str) -> str:
         if isinstance(self._url, str):
             return self._url
         try:
-            return await self._url.where(session)
+            return await self._url.url_of(session)
         except TracegradError as error:
             raise Refusal(503, str(error), "upstream_error") from None
 
@@ -202,7 +202,7 @@ def object_of(body: bytes) -> dict[str, Any]:
         Refusal: 400, if it is not one.
     """
     try:
-        value = parse_json(body, halves=True)
+        value = parse_json(body, allow_lone_surrogates=True)
     except ValueError as error:
         raise Refusal(400, f"the request is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -243,12 +243,12 @@ class Endpoint:
 
     Args:
         path: path at the server.
-        asked: fields that are set in every request; empty if requests are passed on unchanged.
+        required_fields: fields that are set in every request; empty if requests are passed on unchanged.
         wrong_in, wrong_in_chunk: return what is wrong with a complete answer, or with a chunk of a stream.
     """
 
     path: str
-    asked: Mapping[str, Any]
+    required_fields: Mapping[str, Any]
     wrong_in: ShapeCheck
     wrong_in_chunk: ShapeCheck
 
@@ -281,7 +281,7 @@ ENDPOINTS = {
 class AddedFields:
     """Fields of an answer that the client did not request, derived from its request.
 
-    >>> AddedFields({"messages": []}, CHAT).taken_out({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
+    >>> AddedFields({"messages": []}, CHAT).remove({"choices": [{"token_ids": [1], "logprobs": {}}], "prompt_token_ids": [2]})
     {'choices': [{'token_ids': None, 'logprobs': None}], 'prompt_token_ids': None}
     """  # noqa: E501
 
@@ -295,7 +295,7 @@ class AddedFields:
     def __bool__(self) -> bool:
         return self.logprobs or self.ids
 
-    def taken_out(self, response: dict[str, Any]) -> dict[str, Any]:
+    def remove(self, response: dict[str, Any]) -> dict[str, Any]:
         """Return a response, or a chunk, as the client would get it without the proxy; the input is not changed."""
         out = dict(response)
         if self.ids and "prompt_token_ids" in out:
@@ -313,7 +313,7 @@ class AddedFields:
             out["logprobs"] = None
         return out
 
-    def alone(self, chunk: dict[str, Any]) -> bool:
+    def is_only_content(self, chunk: dict[str, Any]) -> bool:
         """Return whether a chunk has only added fields: without them the server would not have sent it."""
         choices = chunk.get("choices")
         if not (self._chat and self.ids and self.logprobs and choices):
@@ -322,7 +322,7 @@ class AddedFields:
 
 
 class EventStream:
-    """Server-sent events on their way to the client: what is sent on, what is recorded, and the number of tokens.
+    """Server-sent events for the client: the forwarded bytes, the recorded events, and the number of tokens.
 
     `text` is the recorded stream, complete events only; `tokens` is the number of ids in its chunks. A malformed event
     is not part of `text` and raises `MalformedAnswer`.
@@ -348,7 +348,7 @@ class EventStream:
         """The recorded events."""
         return b"".join(self._events).decode(errors="replace")
 
-    def passed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield what the client gets for a piece of the stream, event by event.
 
         Raises:
@@ -360,7 +360,7 @@ class EventStream:
         if self._size > self._max_bytes:
             raise MalformedAnswer(f"the server's answer has more than {self._max_bytes} bytes")
 
-    def ended(self) -> bytes:
+    def finish(self) -> bytes:
         """Return what the client gets for a last event without a blank line.
 
         Raises:
@@ -398,7 +398,7 @@ class EventStream:
             elif not line or line in _FIELDS or line.startswith(_FIELDS[:5]):
                 other_lines.append(line)
             else:
-                raise MalformedAnswer(f"the server sent a line that is no event: {_quoted(line)}")
+                raise MalformedAnswer(f"the server sent a line that is not an event: {_quoted(line)}")
         payload = b"\n".join(payload_lines).strip()
         if not payload or payload == b"[DONE]":
             self._events.append(event)
@@ -412,10 +412,10 @@ class EventStream:
             self.tokens += len(choice.get("token_ids") or ())
         if not self._added:
             return event
-        if self._added.alone(chunk):
+        if self._added.is_only_content(chunk):
             return b""
         head = b"".join(line + b"\n" for line in other_lines if line)
-        return head + b"data: " + encode_json(self._added.taken_out(chunk)) + b"\n\n"
+        return head + b"data: " + encode_json(self._added.remove(chunk)) + b"\n\n"
 
     def _chunk(self, payload: bytes) -> dict[str, Any]:
         chunk = _object(payload, "the server sent a chunk that is")
@@ -477,12 +477,12 @@ class OpenSession:
 
     policy: Policy
     group: str | None = None
-    own: bool = True
+    is_local: bool = True
     entry: Entry | None = None
-    flying: int = 0
+    calls_in_flight: int = 0
     rewards: Any = None
-    used: float = field(default_factory=time.monotonic)
-    landed: asyncio.Event = field(default_factory=asyncio.Event)
+    last_used: float = field(default_factory=time.monotonic)
+    call_finished: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Proxy:
@@ -529,14 +529,14 @@ class Proxy:
     ) -> None:
         if key is not None and len(key) < 8:
             raise ArgumentError(
-                "TG-ROLLOUT-029: the proxy's key has fewer than 8 characters. It could be guessed. Leave it out."
+                "TG-ROLLOUT-029: the proxy's key has fewer than 8 characters. Pass a longer key, or none."
             )
         self.key = key or secrets.token_urlsafe(24)
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
         self._finished, self._journal = finished, journal
         self._session_options = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
         self._refused: set[str] = set()
-        self._salt, self._limits = salt, limits or Limits(turns=1 << 20, seconds=idle_s)
+        self._salt, self._limits = salt, limits or Limits(max_turns=1 << 20, timeout_s=idle_s)
         self._address = (host, port)
         self._request_bytes, self._response_bytes = request_bytes, response_bytes
         self._max_sessions, self._idle_s = sessions, idle_s
@@ -545,10 +545,10 @@ class Proxy:
         self._count = 0
 
     async def __aenter__(self) -> "Proxy":
-        for entry, calls, lost in () if self._journal is None else self._journal.found():
+        for entry, calls, lost in () if self._journal is None else self._journal.open_sessions():
             seat = self._seats[entry.name] = self._new_seat(entry.name, entry.group)
             seat.entry, seat.policy.turns = entry, len(calls) + len(lost)
-            seat.policy.session.take_up(calls, lost)
+            seat.policy.session.restore(calls, lost)
         await self._upstream.__aenter__()
         listening = socket.create_server(self._address, backlog=1024)
         self._address = listening.getsockname()[:2]
@@ -569,7 +569,7 @@ class Proxy:
         await self._serving
         await self._upstream.__aexit__()
         for name, seat in list(self._seats.items()):
-            if not seat.own:
+            if not seat.is_local:
                 await self._finish(name, seat, None, "stopped")
 
     @property
@@ -593,10 +593,10 @@ class Proxy:
 
     async def _wait_for_calls(self, seat: OpenSession) -> None:
         """Wait for calls in flight, at most `LAST_CALLS_S` seconds."""
-        while seat.flying:
-            seat.landed.clear()
+        while seat.calls_in_flight:
+            seat.call_finished.clear()
             try:
-                await asyncio.wait_for(seat.landed.wait(), LAST_CALLS_S)
+                await asyncio.wait_for(seat.call_finished.wait(), LAST_CALLS_S)
             except asyncio.TimeoutError:
                 return
 
@@ -650,13 +650,13 @@ class Proxy:
         call = self._new_call(seat, road, body)
         if name not in self._seats:
             self._register(str(name), seat)
-        seat.flying += 1
+        seat.calls_in_flight += 1
         try:
-            await self._call(seat, road, call, AddedFields(body, road.asked), receive, send)
+            await self._call(seat, road, call, AddedFields(body, road.required_fields), receive, send)
         finally:
-            seat.flying -= 1
-            seat.used = time.monotonic()
-            seat.landed.set()
+            seat.calls_in_flight -= 1
+            seat.last_used = time.monotonic()
+            seat.call_finished.set()
 
     def _check_key(self, headers: Mapping[bytes, str]) -> None:
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
@@ -684,15 +684,15 @@ class Proxy:
         """Store a session that a client opened."""
         if self._journal is not None:
             try:
-                seat.entry = self._journal.begin(name, seat.group)
+                seat.entry = self._journal.start(name, seat.group)
             except OSError as error:
-                raise Refusal(507, f"session {name} could not be kept: {error.strerror}") from None
+                raise Refusal(507, f"session {name} could not be written to disk: {error.strerror}") from None
         self._seats[name] = seat
 
     def _new_seat(self, name: str, group: str | None) -> OpenSession:
         """Create a session that a client opens."""
         policy = Policy(Session(name, **self._session_options), _unused, limits=self._limits, salt=self._salt)
-        return OpenSession(policy, group=group, own=False)
+        return OpenSession(policy, group=group, is_local=False)
 
     def _keep(self, seat: OpenSession) -> None:
         """Write calls that are not in the journal yet, before the client gets its answer."""
@@ -700,7 +700,7 @@ class Proxy:
             try:
                 self._journal.keep(seat.entry, seat.policy.session)
             except OSError as error:
-                raise Refusal(507, f"the call could not be kept, send it again: {error.strerror}") from None
+                raise Refusal(507, f"the call could not be written to disk, send it again: {error.strerror}") from None
 
     async def _reward(self, name: str | None, body: dict[str, Any], send: Any) -> None:
         """Set the reward of a session and finish it."""
@@ -717,13 +717,15 @@ class Proxy:
         await self._wait_for_calls(seat)
         seat.rewards = rewards
         calls = len(seat.policy.session.calls)
-        if not seat.own and name in self._seats:
+        if not seat.is_local and name in self._seats:
             if isinstance(group := body.get("group"), str | int):
                 seat.group = str(group)
             try:
                 calls = await self._finish(name, seat, body.get("metadata"), "done")
             except Exception as error:
-                raise Refusal(507, f"session {name} could not be kept, send its reward again: {error}") from error
+                raise Refusal(
+                    507, f"session {name} could not be written to disk, send its reward again: {error}"
+                ) from error
         await send_response(send, 200, encode_json({"calls": calls}))
 
     async def _finish(self, name: str, seat: OpenSession, metadata: Any, ended: str) -> int:
@@ -755,7 +757,7 @@ class Proxy:
             await asyncio.sleep(min(self._idle_s / 4, 60.0))
             before = time.monotonic() - self._idle_s
             for name, seat in list(self._seats.items()):
-                if not seat.own and not seat.flying and seat.used < before:
+                if not seat.is_local and not seat.calls_in_flight and seat.last_used < before:
                     with contextlib.suppress(Exception):  # it stays open; the next sweep tries again
                         await self._finish(name, seat, None, "idle")
 
@@ -769,15 +771,15 @@ class Proxy:
         """Create the call of a request within the limits of its session; a refused request leaves no trace."""
         policy = seat.policy
         try:
-            tokens_left = policy.left()
-            call = policy.session.open(body, road.asked)
+            tokens_left = policy.tokens_left()
+            call = policy.session.open(body, road.required_fields)
             call.drop(self._refused)
         except LimitReached as limit:
             raise Refusal(400, str(limit), "limit_reached") from None
         except UnfitRequest as error:
             raise Refusal(400, str(error)) from None
         if tokens_left is not None:
-            policy.bound(call.request, tokens_left)
+            policy.limit_tokens(call.request, tokens_left)
         if self._model is not None:
             call.request["model"] = self._model if isinstance(self._model, str) else self._model()
         return call
@@ -790,7 +792,7 @@ class Proxy:
         self._keep(seat)
         policy.turns += 1
         sent = dict(call.request)
-        if road.asked and (salt := policy.salt()) is not None:
+        if road.required_fields and (salt := policy.salt()) is not None:
             sent["cache_salt"] = salt
         closing = asyncio.ensure_future(wait_for_disconnect(receive))
         answering = asyncio.ensure_future(self._pass(seat, call, road, added, sent, send))
@@ -823,7 +825,7 @@ class Proxy:
             else:
                 call.close(parsed_response)
                 self._keep(seat)
-                data = encode_json(added.taken_out(parsed_response)) if added else data
+                data = encode_json(added.remove(parsed_response)) if added else data
             if not 200 <= response.status < 600:
                 raise Refusal(502, reason, "upstream_error")
             await send_response(send, response.status, data, response.content_type)
@@ -851,7 +853,7 @@ class Proxy:
             if events is not None and events.chunks and not call.closed:
                 call.close(events.text, tokens=events.tokens)
             elif not call.closed:
-                call.lose(reason)
+                call.fail(reason)
             with contextlib.suppress(Refusal):  # the next call tries to write it again
                 self._keep(seat)
 
@@ -882,11 +884,11 @@ class Proxy:
         async for data in response.content.iter_any():
             chunks: list[bytes] = []
             try:
-                chunks.extend(events.passed(data))
+                chunks.extend(events.feed(data))
             finally:  # also send the events before a malformed one
                 if any(chunks):
                     await send({"type": "http.response.body", "body": b"".join(chunks), "more_body": True})
-        last_chunk = events.ended()
+        last_chunk = events.finish()
         if events.chunks:
             call.close(events.text, tokens=events.tokens)
             self._keep(seat)
@@ -898,7 +900,7 @@ class Proxy:
 
 
 async def _unused(body: dict[str, Any], *, session: str, salt: str | None) -> dict[str, Any]:
-    raise ArgumentError("TG-ROLLOUT-030: sessions of clients are asked through the proxy")
+    raise ArgumentError("TG-ROLLOUT-030: sessions of clients send requests only through the proxy")
 
 
 def _split_session(path: str, headers: Mapping[bytes, str]) -> tuple[str | None, str]:

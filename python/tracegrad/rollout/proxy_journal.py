@@ -61,16 +61,16 @@ class Journal:
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise TracegradError(
-                f"TG-ROLLOUT-031: {self.folder}: {error.strerror}. Sessions could not be kept. Make room, or "
-                f"give another folder."
+                f"TG-ROLLOUT-031: {self.folder}: {error.strerror}. Sessions cannot be stored there. Free disk space, "
+                f"or choose another folder."
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise ArgumentError(
-                f"TG-ROLLOUT-032: {self.folder} is another proxy's, which runs. Its sessions would be taken for lost. "
-                "Give another folder, or one proxy several servers."
+                f"TG-ROLLOUT-032: {self.folder} is in use by another running proxy. Choose another folder, or pass "
+                "several servers to one proxy."
             ) from error
         return self
 
@@ -82,7 +82,7 @@ class Journal:
         """Files of the open sessions."""
         return sorted(self.folder.glob("*" + ENDING))
 
-    def begin(self, name: str, group: str | None) -> Entry:
+    def start(self, name: str, group: str | None) -> Entry:
         """Create the file of a session that a client opens."""
         entry = Entry(name, group, secrets.token_hex(8), [])
         self._path(name).unlink(missing_ok=True)
@@ -99,9 +99,9 @@ class Journal:
             self._append(entry, {"call": {**call, "request": None}, **_shorten(call["request"], entry)})
             entry.calls += 1
             _remember(call["request"], entry)
-        for lost in session.lost[max(0, len(session.lost) - (session.losses - entry.lost)) :]:
+        for lost in session.lost[max(0, len(session.lost) - (session.lost_count - entry.lost)) :]:
             self._append(entry, {"lost": lost})
-        entry.lost = session.losses
+        entry.lost = session.lost_count
 
     def end(self, entry: Entry) -> None:
         """Delete the file of a session that is recorded."""
@@ -109,11 +109,11 @@ class Journal:
 
     def forget(self, tokens: Collection[str]) -> None:
         """End the sessions with these tokens, whose records were written before their proxy was killed."""
-        for entry, _, _ in self.found():
+        for entry, _, _ in self.open_sessions():
             if entry.token in tokens:
                 self.end(entry)
 
-    def found(self) -> Iterator[tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]]]:
+    def open_sessions(self) -> Iterator[tuple[Entry, list[dict[str, Any]], list[dict[str, Any]]]]:
         """Yield the sessions that an earlier proxy left open: entry, calls, and lost calls.
 
         Raises:
@@ -124,8 +124,8 @@ class Journal:
                 session = _read(path)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise FormatError(
-                    f"TG-ROLLOUT-033: {path}: not what a proxy writes ({str(error)[:80]!r}). The session that it was "
-                    "cannot go on. Move it out of the folder, and start the proxy again."
+                    f"TG-ROLLOUT-033: {path}: not the journal of a session ({str(error)[:80]!r}), so this session "
+                    "cannot continue. Move the file out of the folder, and start the proxy again."
                 ) from error
             if session is None:
                 path.unlink()  # killed before the first line was complete

@@ -21,11 +21,11 @@ Check = Callable[[Any], str | None]
 valid."""
 
 
-def parse_json(raw: bytes, *, halves: bool = False) -> Any:
+def parse_json(raw: bytes, *, allow_lone_surrogates: bool = False) -> Any:
     """Decode JSON strictly.
 
     Args:
-        halves: accept lone surrogates, which JSON can represent and UTF-8 cannot.
+        allow_lone_surrogates: accept lone surrogates, which JSON can represent and UTF-8 cannot.
 
     >>> parse_json(b'{"choices": []}')
     {'choices': []}
@@ -39,10 +39,10 @@ def parse_json(raw: bytes, *, halves: bool = False) -> Any:
     except orjson.JSONDecodeError:  # orjson also refuses 1e999, and lone surrogates together with valid pairs
         try:
             value = json.loads(raw.decode("utf-8"), parse_constant=_no_number, parse_float=_finite)
-            if not halves:
+            if not allow_lone_surrogates:
                 json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it has half a character, which UTF-8 cannot say") from None
+            raise ValueError("it has half of a surrogate pair, which UTF-8 cannot encode") from None
         except RecursionError:
             raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels") from None
     if raw.count(b"[") + raw.count(b"{") > MOST_LEVELS and is_deep(value):
@@ -115,7 +115,7 @@ def _null_choices(chunk: Mapping[str, Any]) -> str | None:
 
 
 def _no_choice(answer: Mapping[str, Any]) -> str | None:
-    return None if answer.get("choices") else "there are no choices"
+    return None if answer.get("choices") else "choices is empty"
 
 
 def _no_message(answer: Mapping[str, Any]) -> str | None:
@@ -231,12 +231,12 @@ def _brief(value: Any) -> str:
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:
     if (value := float(text)) - value != 0:
-        raise ValueError(f"{text[:20]} is beyond what a number holds")
+        raise ValueError(f"{text[:20]} is too large for a number")
     return value
 
 

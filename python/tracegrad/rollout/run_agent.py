@@ -33,7 +33,7 @@ class RolloutResult:
 
     Args:
         record: record for `tracegrad.read`; its reward is None if the rollout failed or is scored later.
-        error: one line with the trajectory and what failed in its rollout or scoring, and where; None without a
+        error: one line with the trajectory, the failure of its rollout or scoring, and its source line; None without a
             failure.
         failure: the same as fields, with the traceback.
         seconds: duration.
@@ -77,7 +77,7 @@ async def run_rollout(
     Args:
         contract: `async (task, policy) -> float | dict | None`, a plain function with the same arguments, or an
             `Environment` class.
-        task: passed to the contract.
+        task: passed to the agent.
         chat: sends requests to the policy: `Servers.chat`, or `Tokens` to send ids, so that no sampled token is
             tokenised again.
         version: returns the version of the servers' weights; each call records it.
@@ -85,7 +85,7 @@ async def run_rollout(
         limits: limits on turns, sampled tokens and seconds.
         id: id of the record; None creates one.
         group: group of the record. All its requests go to one server, whose cache has the prompt.
-        sampling: defaults for request fields that the contract does not set, such as {"max_tokens": 512}.
+        sampling: defaults for request fields that the agent does not set, such as {"max_tokens": 512}.
         salt: returns the `cache_salt` of a request.
         proxy: a running `rollout.proxy.Proxy`, for contracts that use `policy.base_url`.
         metadata: metadata of the record, in addition to `task`, `ended`, `seconds` and `turns`.
@@ -94,8 +94,14 @@ async def run_rollout(
     """
     limits = limits or Limits()
     name = f"trajectory-{next(_numbers)}" if id is None else id
-    settings: dict[str, Any] = {"logprob_kind": logprob_kind, "for_training": for_training}
-    session = Session(name, version=version, received=received, sampling=sampling, **settings)
+    session = Session(
+        name,
+        version=version,
+        received=received,
+        sampling=sampling,
+        logprob_kind=logprob_kind,
+        for_training=for_training,
+    )
     sticky = name if group is None else group
     trajectory_chat = chat.trajectory() if isinstance(chat, Tokens) else chat
     policy = Policy(session, trajectory_chat, limits=limits, sticky=sticky, salt=salt)
@@ -103,8 +109,8 @@ async def run_rollout(
         started = time.monotonic()
         rewards, failure, ended = await _run(as_contract(contract), task, policy)
         seconds = time.monotonic() - started
-    if failure is None and session.refused is not None and not session.calls:
-        rewards, failure, ended = None, Failure("wrong", f"no request was sent: {session.refused}"), "failed"
+    if failure is None and session.refusal_reason is not None and not session.calls:
+        rewards, failure, ended = None, Failure("wrong", f"no request was sent: {session.refusal_reason}"), "failed"
     if rewards is None and failure is None:
         rewards = posted.get("rewards")
     prompt, completion, finish_reason = conversation(session.calls)
@@ -126,15 +132,15 @@ async def run_rollout(
 
 
 async def _run(contract: Contract, task: Any, policy: Policy) -> tuple[Any, Failure | None, str]:
-    """Return the rewards or the failure, and what ended the trajectory."""
+    """Return the rewards or the failure, and the reason why the trajectory ended."""
     try:
-        value = await await_within(policy.limits.seconds, contract(task, policy), "the trajectory")
+        value = await await_within(policy.limits.timeout_s, contract(task, policy), "the trajectory")
     except UserCodeError as error:
         return None, error.failure, "seconds" if error.failure.kind == "late" else policy.ended or "failed"
     try:
         return check_rewards(value), None, policy.ended or "done"
     except ArgumentError as error:
-        return None, Failure("wrong", f"what the contract returned: {error}"), "failed"
+        return None, Failure("wrong", f"invalid return value of the agent: {error}"), "failed"
 
 
 def check_rewards(value: Any) -> float | dict[str, float | None] | None:
@@ -146,21 +152,19 @@ def check_rewards(value: Any) -> float | dict[str, float | None] | None:
     if not isinstance(value, Mapping):
         return reward_value(value)
     if invalid := [name for name in value if not isinstance(name, str)]:
-        raise ArgumentError(
-            f"TG-ROLLOUT-034: a reward is named {invalid[0]!r:.100}. Records name rewards by strings. Use one."
-        )
+        raise ArgumentError(f"TG-ROLLOUT-034: a reward has the name {invalid[0]!r:.100}. Use a string as the name.")
     return {name: reward_value(reward) for name, reward in value.items()}
 
 
 def as_contract(thing: Any) -> Any:
-    """Return a contract for a coroutine function, plain function, `Environment` class or TRL environment class."""
+    """Return an agent for a coroutine function, plain function, `Environment` class or TRL environment class."""
     if isinstance(thing, type) and hasattr(thing, "reset"):
         is_trl = hasattr(thing, "get_reward") or not hasattr(thing, "step")
         return trl_environment(thing) if is_trl else environment_contract(thing)
     if not callable(thing):
         raise ArgumentError(
-            f"TG-ROLLOUT-035: the contract is a {type(thing).__name__}. It is called with (task, policy). Pass a "
-            "function or an Environment class."
+            f"TG-ROLLOUT-035: the agent is a {type(thing).__name__}. Pass a function of (task, policy) or an "
+            "Environment class."
         )
     call = thing if inspect.isfunction(thing) or inspect.ismethod(thing) else type(thing).__call__
     if inspect.iscoroutinefunction(call):
@@ -169,7 +173,7 @@ def as_contract(thing: Any) -> Any:
     async def plain(task: Any, policy: Policy) -> Any:
         thread = UserThread()
         try:
-            value = await thread.call(thing, task, policy, seconds=None, what="the contract")
+            value = await thread.call(thing, task, policy, seconds=None, what="the agent")
         finally:
             thread.close()
         return await value if inspect.isawaitable(value) else value
@@ -242,7 +246,7 @@ def as_json(value: Any) -> Any:
     try:
         return repr(value)[:TASK_CHARACTERS].encode(errors="replace").decode()
     except Exception as error:
-        return failure_of(error).words
+        return failure_of(error).message
 
 
 @contextlib.asynccontextmanager
@@ -253,7 +257,7 @@ async def _address(proxy: Any, policy: Policy) -> AsyncIterator[dict[str, Any]]:
         yield posted
         return
     base_url, key = proxy.open(policy)
-    policy.at((base_url, key))
+    policy.set_address((base_url, key))
     try:
         yield posted
     finally:
@@ -261,7 +265,7 @@ async def _address(proxy: Any, policy: Policy) -> AsyncIterator[dict[str, Any]]:
 
 
 def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None = None) -> Contract:
-    """Return a contract with one question and one answer.
+    """Return an agent with one question and one answer.
 
     Args:
         score: `(task, prompt, completion)` to a number, numbers by name or None; plain or asynchronous. Without it the
@@ -282,19 +286,19 @@ def with_tools(
     tools: Sequence[Callable[..., Any]] | Callable[[Any], Sequence[Callable[..., Any]]],
     score: Score | None = None,
     *,
-    turns: int | None = None,
+    max_turns: int | None = None,
     seconds: float = 30.0,
     run: Any = "thread",
     sampling: Mapping[str, Any] | None = None,
 ) -> Contract:
-    """Return a contract that answers tool calls until a message calls no tool.
+    """Return an agent that answers tool calls until a message calls no tool.
 
     The calls are counted by outcome in the record's `metadata` as `tools`.
 
     Args:
         tools: functions, or a function that returns them for a task.
         score: as for `one_turn`.
-        turns: maximum number of tool answers, in addition to the limits of `run_rollout`.
+        max_turns: maximum number of tool answers, in addition to the limits of `run_rollout`.
         seconds: time limit of one tool call.
         run: where plain functions run; see `Tools`.
         sampling: fields of the requests.
@@ -309,7 +313,7 @@ def with_tools(
         prompt = prompt_of(task)
         task_tools = shared or Tools(tools(task), seconds=seconds, run=run)  # type: ignore[operator]
         try:
-            messages, _ = await run_tool_loop(policy, prompt, task_tools, turns, sampling)
+            messages, _ = await run_tool_loop(policy, prompt, task_tools, max_turns, sampling)
         finally:
             if task_tools is not shared:
                 task_tools.close()

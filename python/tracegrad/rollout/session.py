@@ -34,7 +34,7 @@ class Session:
         name: name of the trajectory; requests with the same name go to one server.
         version: returns the version of the weights that the servers have now.
         received: returns the newest version that may have served an answer that arrives now, if it can differ.
-        sampling: defaults for request fields that the sender leaves out, such as {"temperature": 1.0, "max_tokens":
+        sampling: defaults for request fields that the sender omits, such as {"temperature": 1.0, "max_tokens":
             512}.
         logprob_kind: kind of the server's logprobs; "raw" unless it was started with --logprobs-mode.
         for_training: refuse requests whose tokens would follow another distribution than the trainer's
@@ -74,7 +74,7 @@ class Session:
         self._received = received or version
         self._kind = logprob_kind
         self._for_training = for_training
-        self.refused: str | None = None
+        self.refusal_reason: str | None = None
         self._last_messages: list[Any] = []
         self._tools: Any = None
 
@@ -89,11 +89,11 @@ class Session:
         return None if self._received is None else self._received()
 
     @property
-    def losses(self) -> int:
+    def lost_count(self) -> int:
         """Number of calls without an answer; `lost` has the last of them."""
         return self._lost
 
-    def take_up(self, calls: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
+    def restore(self, calls: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
         """Continue from calls that another process made before."""
         for call in calls:
             is_stream = isinstance(call["response"], str)
@@ -104,25 +104,25 @@ class Session:
         if calls and isinstance(messages := calls[-1]["request"].get("messages"), list):
             self._last_messages, self._tools = messages, calls[-1]["request"].get("tools")
 
-    def open(self, body: Mapping[str, Any], asked: Mapping[str, Any] = CHAT) -> "Call":
+    def open(self, body: Mapping[str, Any], required_fields: Mapping[str, Any] = CHAT) -> "Call":
         """Create a call: `body` with the sampling defaults and the fields that a record needs.
 
         Args:
             body: request from the sender; it may be changed afterwards.
-            asked: fields that are always set: CHAT or COMPLETIONS, or {} for an API with neither.
+            required_fields: fields that are always set: CHAT or COMPLETIONS, or {} for an API with neither.
 
         Raises:
             UnfitRequest: if the request has an option whose answer cannot be recorded or trained on.
         """
-        defaults = self.sampling if asked else {}
+        defaults = self.sampling if required_fields else {}
         if "max_completion_tokens" in body:
             defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
         filled = {key: value for key, value in defaults.items() if body.get(key) is None}
         request = {**filled, **_without_none(body)}
         if (reason := refusal_reason(request, self._kind if self._for_training else None)) is not None:
-            self.refused = reason
+            self.refusal_reason = reason
             raise UnfitRequest(f"TG-ROLLOUT-057: {reason}")
-        for key, value in asked.items():
+        for key, value in required_fields.items():
             # The sender may request more logprobs than a record needs.
             if key not in ("top_logprobs", "logprobs") or not request.get(key):
                 request[key] = value
@@ -217,7 +217,7 @@ class Call:
     def drop(self, names: Iterable[str]) -> bool:
         """Remove fields that the server refuses and the session filled in; return whether there were any.
 
-        Which values the server uses instead is unknown, and the record says so.
+        The record marks these values as unknown, since the server uses its own.
         """
         refused = [name for name in self.filled if name in set(names)]
         self.filled = [name for name in self.filled if name not in refused]
@@ -245,7 +245,7 @@ class Call:
         self._session._unsure |= tokens is not None
         self._session._add(call, count, exact)
 
-    def lose(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         """Record that there was no answer, and why."""
         self.closed = True
         self._session._lose(self.request, why)
@@ -265,8 +265,8 @@ def prompt_of(task: Any) -> list[Message]:
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
     raise ArgumentError(
-        f"TG-ROLLOUT-037: a task is {task!r:.200}. It has no prompt to begin with. Pass a text, a list of messages, or "
-        "a dict that has one as `prompt`."
+        f"TG-ROLLOUT-037: the task {task!r:.200} has no prompt. Pass a text, a list of messages, or a dict with either "
+        "as `prompt`."
     )
 
 
@@ -287,8 +287,8 @@ def reward_value(reward: Any) -> float | None:
         value = None
     if value is None or math.isinf(value):
         raise ArgumentError(
-            f"TG-ROLLOUT-038: a reward is {reward!r:.100}. It would spread over every trace it is averaged with. "
-            "Return a finite number, or None where there is none."
+            f"TG-ROLLOUT-038: a reward is {reward!r:.100}, which would make the mean of its group invalid. Return a "
+            "finite number, or None for an unknown reward."
         )
     return None if math.isnan(value) else value
 
@@ -304,7 +304,7 @@ def _share_messages(messages: list[Any], previous: list[Any]) -> list[Any]:
 
 
 def _copy(value: Any) -> Any:
-    """Return what `deepcopy` returns; faster for JSON values."""
+    """Copy like `deepcopy`; faster for JSON values."""
     if type(value) is dict:
         return {key: _copy(item) for key, item in value.items()}
     if type(value) is list:

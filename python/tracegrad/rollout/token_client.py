@@ -58,14 +58,14 @@ class Tokens:
             ArgumentError: for a server without them; the message names the flag that it needs.
         """
         for path in (GENERATE, DERENDER):
-            answers = await self.servers.each(path, {})
+            answers = await self.servers.request_all(path, {})
             for url, answer in zip(self.servers.urls, answers, strict=True):
                 # A server with this path rejects the empty body.
                 if answer.status in (400, 422):
                     continue
                 raise ArgumentError(
-                    f"TG-ROLLOUT-039: {url}{path} answered {answer.words}. Ids cannot be sent to a server without this "
-                    f"path. Start it with {FLAG}, or ask by chat."
+                    f"TG-ROLLOUT-039: {url}{path} answered {answer.words}. Token ids need a server with this path. "
+                    f'Start it with {FLAG}, or set rollout.input to "messages".'
                 )
 
     def trajectory(self) -> Trajectory:
@@ -151,10 +151,9 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or value is False or (key == "n" and value == 1):
             continue
         raise ArgumentError(
-            f"TG-ROLLOUT-040: the request says {key}={value!r:.100}, which a request with ids cannot say. It "
-            f"would have no effect. "
+            f"TG-ROLLOUT-040: the request sets {key}={value!r:.100}, which has no effect in a request with token ids. "
             + (f"{nearest(key, SAMPLING)} " if not is_supported else "")
-            + "Leave it out, or ask by chat."
+            + 'Remove it, or set rollout.input to "messages".'
         )
     params = {key: body[key] for key in SAMPLING if body.get(key) is not None}
     if body.get("max_completion_tokens") is not None:
@@ -180,8 +179,8 @@ def parse_choice(response: Any) -> dict[str, Any]:
         pass
     text = repr(response)
     raise NoAnswer(
-        f"TG-ROLLOUT-041: a server answered {text[:200]}, which holds no ids with a logprob each. There is nothing to "
-        "go on with. Look at the server's log."
+        f"TG-ROLLOUT-041: a server answered {text[:200]}, without token ids and a logprob for each. Read the server's "
+        "log."
     )
 
 

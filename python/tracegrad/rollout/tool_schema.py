@@ -1,6 +1,6 @@
 """Derive the JSON schema of a plain Python function from its signature and docstring, for chat templates.
 
-The schema equals that of `transformers.utils.get_json_schema`, except that `return` is left out, which servers do not
+The schema equals that of `transformers.utils.get_json_schema`, except that `return` is omitted, which servers do not
 support. That function is not used because it refuses arguments without a description, and recording works without
 transformers.
 """
@@ -56,15 +56,15 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         hints = get_type_hints(function)
     except Exception as error:
         raise ArgumentError(
-            f"TG-ROLLOUT-042: tool {name}: its type hints cannot be read: {error}. Import what they name."
+            f"TG-ROLLOUT-042: tool {name}: cannot evaluate its type hints: {error}. Import the names that they use."
         ) from None
     properties: dict[str, Any] = {}
     required = []
     for parameter in parameters(function):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ArgumentError(
-                f"TG-ROLLOUT-043: tool {name} takes {parameter}. A model is told each argument by its name. "
-                f"Name them in the signature."
+                f"TG-ROLLOUT-043: tool {name} has the parameter {parameter}, which a JSON schema cannot describe. "
+                f"Write each argument by name in the signature."
             )
         properties[parameter.name] = _property(
             name, parameter.name, hints.get(parameter.name, Any), descriptions.get(parameter.name)
@@ -165,34 +165,34 @@ def _literal(args: tuple[Any, ...]) -> dict[str, Any]:
     for arg in args:
         if type(arg) not in (int, float, str, bool, type(None)):
             raise ArgumentError(
-                f"TG-ROLLOUT-046: {arg!r} in a Literal is no JSON value. Use strings, numbers, booleans or None."
+                f"TG-ROLLOUT-046: {arg!r} in a Literal is not a JSON value. Use strings, numbers, booleans or None."
             )
         if (name := _PLAIN[type(arg)]["type"]) not in names:
             names.append(name)
     return {"type": names[0] if len(names) == 1 else names, "enum": list(args)}
 
 
-def mismatch_reason(value: Any, told: dict[str, Any]) -> str | None:
+def mismatch_reason(value: Any, expected: dict[str, Any]) -> str | None:
     """Return why a value does not match a schema of this module; None if it does.
 
     >>> mismatch_reason("3", {"type": "integer"})
     "'3' is not of type integer"
     """
-    if value is None and told.get("nullable"):
+    if value is None and expected.get("nullable"):
         return None
-    if "anyOf" in told:
-        reasons = [mismatch_reason(value, item) for item in told["anyOf"]]
+    if "anyOf" in expected:
+        reasons = [mismatch_reason(value, item) for item in expected["anyOf"]]
         return None if None in reasons else reasons[0]
-    if "enum" in told and not any(type(value) is type(item) and value == item for item in told["enum"]):
-        return f"{_shorten(value)} is none of {json.dumps(told['enum'], ensure_ascii=False)}"
-    names = told.get("type")
+    if "enum" in expected and not any(type(value) is type(item) and value == item for item in expected["enum"]):
+        return f"{_shorten(value)} is none of {json.dumps(expected['enum'], ensure_ascii=False)}"
+    names = expected.get("type")
     names = [names] if isinstance(names, str) else names
     if names and not any(_has_type(value, name) for name in names):
         return f"{_shorten(value)} is not of type {' or '.join(names)}"
     if isinstance(value, list):
-        parts = zip(value, told.get("prefixItems") or [told.get("items", {})] * len(value), strict=False)
+        parts = zip(value, expected.get("prefixItems") or [expected.get("items", {})] * len(value), strict=False)
     elif isinstance(value, dict):
-        parts = ((item, told.get("additionalProperties", {})) for item in value.values())
+        parts = ((item, expected.get("additionalProperties", {})) for item in value.values())
     else:
         return None
     return next((reason for item, schema in parts if (reason := mismatch_reason(item, schema))), None)

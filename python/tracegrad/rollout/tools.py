@@ -57,7 +57,7 @@ class Tools:
             name = getattr(function, "__name__", type(function).__name__)
             if name in self.functions:
                 raise ArgumentError(
-                    f"TG-ROLLOUT-048: two tools are named {name}. A model calls them by name. Rename one."
+                    f"TG-ROLLOUT-048: two tools have the name {name}. Rename one, since models call tools by name."
                 )
             self.functions[name] = function
         self.schemas = [schema(function) for function in self.functions.values()]
@@ -115,7 +115,7 @@ class Tools:
 
     def _failed(self, kind: str, failure: Failure) -> tuple[list[str], str]:
         self.failures[kind] = failure
-        return [kind], json.dumps({"error": failure.words}, ensure_ascii=False)
+        return [kind], json.dumps({"error": failure.message}, ensure_ascii=False)
 
     def _arguments(self, name: str, arguments: Any) -> dict[str, Any]:
         """Check the arguments of a call and return them as a dict."""

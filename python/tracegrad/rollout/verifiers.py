@@ -26,7 +26,7 @@ name."""
 
 
 class VerifiersEnvironment:
-    """Contract of an environment of verifiers, for `agent=` of `tg.online.train`.
+    """Agent for an environment of verifiers, for `agent=` of `tg.online.train`.
 
     Args:
         env_id: id of its taskset: the module that contains it, as `verifiers` finds it.
@@ -75,12 +75,12 @@ class VerifiersEnvironment:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ArgumentError(
-                f"TG-ROLLOUT-049: {self._python}: {error}. No task of {self.env_id} is known. Correct python."
+                f"TG-ROLLOUT-049: {self._python}: {error}. The tasks of {self.env_id} cannot be listed. Correct python."
             ) from error
         if result.returncode or not result.stdout:
             raise ArgumentError(
-                f"TG-ROLLOUT-050: verifiers gives no tasks of {self.env_id}: {_tail(result.stderr)}. Nothing could be "
-                f"played. Look whether {self._python} can import it."
+                f"TG-ROLLOUT-050: verifiers returned no tasks of {self.env_id}: {_tail(result.stderr)}. Check whether "
+                f"{self._python} can import it."
             )
         lines = [json.loads(line) for line in result.stdout.splitlines()]
         return [{"prompt": data.get("prompt", ""), "task": number, "data": data} for number, data in enumerate(lines)]
@@ -137,7 +137,7 @@ class VerifiersEnvironment:
                 f"TG-ROLLOUT-052: verifiers has not started {self.env_id} within {self._ready_s:g} s."
             ) from None
         if not ready:
-            raise TracegradError(f"TG-ROLLOUT-053: verifiers cannot play {self.env_id}: {self._words()}.")
+            raise TracegradError(f"TG-ROLLOUT-053: verifiers cannot run {self.env_id}: {self._words()}.")
         self._reading = asyncio.ensure_future(self._read(process))
         return process
 
@@ -186,4 +186,4 @@ async def _until_the_loop_ends(process: asyncio.subprocess.Process) -> AsyncGene
 
 def _tail(text: bytes) -> str:
     lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
-    return escape_terminal((lines or ["it said nothing"])[-1][:500])
+    return escape_terminal((lines or ["it printed nothing"])[-1][:500])

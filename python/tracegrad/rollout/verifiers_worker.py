@@ -52,7 +52,7 @@ async def run_episode(environment, tasks, request):
     episode = await environment.run_episode(tasks[request["task"]], vf.ModelContext(model="policy", client=client))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
-        raise RuntimeError(f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not whole")
+        raise RuntimeError(f"{errors[0].type}: {errors[0].message}" if errors else "the episode is incomplete")
     if len(episode.traces) != 1:
         raise RuntimeError(f"the episode has {len(episode.traces)} agents; one of them can be trained")
     [trace] = episode.traces

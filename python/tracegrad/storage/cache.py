@@ -1,4 +1,4 @@
-"""Find the user's cache folder: the one of the operating system, or the one that TRACEGRAD_CACHE names."""
+"""Find the user's cache folder: the folder in TRACEGRAD_CACHE, or the default of the operating system."""
 
 import contextlib
 import os

@@ -11,7 +11,9 @@ from pathlib import Path
 from tracegrad.errors import FormatError, ReadError
 from tracegrad.storage import cache, files, manifest, remote, safetensors_file
 
-_REMEDY = "It was changed or cut on its way, or there. Read it again, or copy the folder there again."
+_REMEDY = (
+    "It was changed or truncated, in storage or during the transfer. Read it again, or copy the folder there again."
+)
 
 
 def fetch_folder(address: str, shard: str | None = None, *, into: Path | None = None) -> Path:
@@ -36,7 +38,7 @@ def fetch_folder(address: str, shard: str | None = None, *, into: Path | None = 
     if shard is not None:
         if shard not in folder_manifest.shards:
             raise ReadError(
-                f"TG-STORE-001: {address}: no {shard} is in its manifest. Ask for one of those that it names."
+                f"TG-STORE-001: {address}: the manifest has no {shard}. Pass the name of a shard that it lists."
             )
         return _download_shard(remote.join_address(address, shard), folder_manifest.shards[shard], folder / shard)
     if folder_manifest.files:
@@ -48,7 +50,7 @@ def fetch_folder(address: str, shard: str | None = None, *, into: Path | None = 
 
 
 def local_path(name: str | os.PathLike[str]) -> Path:
-    """Return a local path: of a path the path itself, of an address the path of its download.
+    """Return a local path as it is, or download an address and return the path of the download.
 
     Raises:
         As `fetch_folder`.
@@ -72,8 +74,9 @@ def _download_shard(address: str, shard_manifest: manifest.FolderManifest, folde
             _download_file(remote.join_address(address, name), expected, folder / name)
     except OSError as error:
         raise ReadError(
-            f"TG-STORE-002: {folder}: {error.strerror}. What {address} holds has no place here. Make room, or name "
-            "another folder with TRACEGRAD_CACHE."
+            f"TG-STORE-002: {folder}: {error.strerror}. The files of {address} cannot be stored here. Free disk "
+            "space, or "
+            "set TRACEGRAD_CACHE to another folder."
         ) from error
     manifest.write_manifest(folder, shard_manifest)
     return folder
@@ -88,8 +91,8 @@ def _download_file(address: str, expected: safetensors_file.FileChecksum, path: 
         actual = safetensors_file.measure(draft)
         if actual != expected:
             raise FormatError(
-                f"TG-STORE-003: {address}: {actual.bytes:,} bytes with checksum {actual.crc32:08x}, and the manifest "
-                f"says {expected.bytes:,} with {expected.crc32:08x}. {_REMEDY}"
+                f"TG-STORE-003: {address}: {actual.bytes:,} bytes with checksum {actual.crc32:08x}, but the manifest "
+                f"lists {expected.bytes:,} with {expected.crc32:08x}. {_REMEDY}"
             )
         files.replace(draft, path)
     finally:

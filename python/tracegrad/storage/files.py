@@ -26,14 +26,14 @@ def refuse_special(path: str | os.PathLike[str]) -> None:
     """Raise if the path exists and is neither a file nor a folder.
 
     Raises:
-        OSError: for a pipe, a socket or a device. `strerror` says which.
+        OSError: for a pipe, a socket or a device. `strerror` names the kind.
     """
     try:
         mode = os.stat(path).st_mode
     except OSError:
         return  # Opening the path will raise the precise error.
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and would be waited for", str(path))
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, and reading it could block", str(path))
 
 
 def kind_of(mode: int) -> str:
@@ -208,7 +208,7 @@ def check_not_read(
             if (name := names_by_identity.get(_identity(candidate) or (-1, -1))) is not None:
                 shown = "standard input" if name == "-" else os.fspath(name)
                 raise ArgumentError(
-                    f"TG-STORE-006: {what} {os.fspath(path)} is read, as {shown}. What it holds would be lost. "
+                    f"TG-STORE-006: {what} {os.fspath(path)} is also an input, as {shown}. Its content would be lost. "
                     f"Give another path."
                 )
 

@@ -111,16 +111,16 @@ def read(folder: Path | str) -> FolderManifest:
     return _checked(folder, folder_manifest, existing, size)
 
 
-def parse(name: str, told: bytes) -> FolderManifest:
-    """Parse the bytes of a manifest. `name` stands for it in error messages.
+def parse(name: str, data: bytes) -> FolderManifest:
+    """Parse the bytes of a manifest. Error messages call it `name`.
 
     Raises:
         FormatError: if it is not a manifest.
     """
     try:
-        return _parse_folder(json.loads(told))
+        return _parse_folder(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"TG-STORE-034: {name}: no manifest ({str(error)[:80]!r}). {_CHANGED}") from error
+        raise FormatError(f"TG-STORE-034: {name}: not a valid manifest ({str(error)[:80]!r}). {_CHANGED}") from error
 
 
 def _read_remote(address: str) -> FolderManifest:
@@ -133,7 +133,7 @@ def _read_remote(address: str) -> FolderManifest:
 
     def size(name: str) -> int:
         if name not in file_sizes:
-            raise ReadError(f"TG-STORE-007: {address}: {name} is missing, and the manifest names it. {_CHANGED}")
+            raise ReadError(f"TG-STORE-007: {address}: {name} is missing, although the manifest lists it. {_CHANGED}")
         return file_sizes[name]
 
     return _checked(address, folder_manifest, shards, size)
@@ -148,23 +148,21 @@ def _checked(
         if (actual := size(name)) != expected.bytes:
             where = remote.join_address(str(folder), name)
             raise FormatError(
-                f"TG-STORE-008: {where}: {actual:,} bytes, and the manifest says {expected.bytes:,}. {_CHANGED}"
+                f"TG-STORE-008: {where}: {actual:,} bytes, but the manifest lists {expected.bytes:,}. {_CHANGED}"
             )
     return folder_manifest
 
 
-def verify(folder: Path, found: FolderManifest) -> None:
+def verify(folder: Path, manifest: FolderManifest) -> None:
     """Compare the checksum of every file with the manifest. This reads all files once.
 
     Raises:
         ReadError: if a file cannot be read.
         FormatError: if a checksum differs.
     """
-    for name, expected in _all_files(found):
+    for name, expected in _all_files(manifest):
         if measure(folder / name) != expected:
-            raise FormatError(
-                f"TG-STORE-009: {folder / name}: not the bytes that were written, by their checksum. {_CHANGED}"
-            )
+            raise FormatError(f"TG-STORE-009: {folder / name}: the checksum differs from the manifest. {_CHANGED}")
 
 
 @contextmanager
@@ -191,13 +189,13 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
     except BlockingIOError:
         os.close(handle)
         raise ArgumentError(
-            f"TG-STORE-011: {folder}: another process is writing there. Files of both would be read as one set. Wait "
-            "until it is done, or give another folder."
+            f"TG-STORE-011: {folder}: another process is writing there. Wait until it has finished, "
+            "or give another folder."
         ) from None
     except OSError as error:
         os.close(handle)
         raise ReadError(
-            f"TG-STORE-012: {folder}: cannot be locked ({error.strerror}). Two writers could not be kept apart. "
+            f"TG-STORE-012: {folder}: cannot be locked ({error.strerror}), so a second writer could not be detected. "
             "Choose a folder on another file system."
         ) from error
     try:
@@ -216,37 +214,37 @@ def clear_drafts(folder: Path, *names: str) -> None:
                 path.unlink(missing_ok=True)
 
 
-_CHANGED = "It was changed or cut after it was written. Copy it again, go on with `prepare --resume`, or write it anew."
+_CHANGED = "It was changed or truncated after it was written. Copy it again, run `prepare --resume`, or write it again."
 
 
 def _unsealed(folder: Path | str, shards: int, is_one: bool) -> str:
     if shards:
         return (
-            f"TG-STORE-035: {folder}: holds {shards} shards and no {NAME}. `prepare` was stopped before it was done, "
-            "or still runs, and what is there is a part of the traces. Go on with `tracegrad prepare` and --resume."
+            f"TG-STORE-035: {folder}: contains {shards} shards and no {NAME}. `prepare` was interrupted or is still "
+            "running, so the folder is incomplete. Continue with `tracegrad prepare` and --resume."
         )
     if is_one:
         return (
-            f"TG-STORE-036: {folder}: no {NAME} there. It was not written to its end, or by a version that wrote none. "
+            f"TG-STORE-036: {folder}: contains no {NAME}. It is incomplete, or an old version wrote it. "
             "Save it again, or prepare the traces again."
         )
-    return f"TG-STORE-037: {folder}: holds no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
+    return f"TG-STORE-037: {folder}: contains no {NAME} and no shards. Give a folder that `prepare` or `save` wrote."
 
 
-def write_manifest(folder: Path, whole: FolderManifest) -> None:
+def write_manifest(folder: Path, manifest: FolderManifest) -> None:
     """Write a manifest.
 
     Raises:
         ReadError: if it cannot be written.
     """
-    write_bytes(folder / NAME, [encode(whole)])
+    write_bytes(folder / NAME, [encode(manifest)])
     with suppress(OSError):
         flush(folder.parent)
 
 
-def encode(whole: FolderManifest) -> bytes:
+def encode(manifest: FolderManifest) -> bytes:
     """Return the bytes of a manifest file."""
-    return json.dumps({"format": _FORMAT, **to_dict(whole)}, indent=1).encode() + b"\n"
+    return json.dumps({"format": _FORMAT, **to_dict(manifest)}, indent=1).encode() + b"\n"
 
 
 def to_dict(folder: FolderManifest) -> dict[str, Any]:
@@ -281,7 +279,7 @@ def count(value: Any) -> int:
         ValueError: if it is not an integer from 0 to 2^62 - 1.
     """
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError("a count is no whole number")
+        raise ValueError("a count is not an integer")
     return value
 
 
@@ -292,7 +290,7 @@ def text(value: Any) -> str:
         TypeError: if it is not a string.
     """
     if not isinstance(value, str):
-        raise TypeError(f"a text is wanted, not {value!r:.40}")
+        raise TypeError(f"expected a string, got {value!r:.40}")
     return value
 
 
@@ -304,17 +302,17 @@ def _parse_file(value: Any) -> FileChecksum:
 
 def _file_name(name: str) -> str:
     if not re.fullmatch(r"[a-z]+\.[a-z]+", name):
-        raise ValueError("a name leads out of the folder")
+        raise ValueError("a file name points outside the folder")
     return name
 
 
-def from_dict(told: Any) -> FolderManifest:
+def from_dict(value: Any) -> FolderManifest:
     """Convert the output of `to_dict` back to a `FolderManifest`.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: if it is invalid.
     """
-    return _parse_folder(told, 1)
+    return _parse_folder(value, 1)
 
 
 def _sort_key(name: str) -> tuple[int, int, str]:
@@ -341,17 +339,17 @@ def _check_links(folder: Path, shards: Iterable[str]) -> None:
     """Raise if a shard is a symbolic link."""
     for name in shards:
         if (folder / name).is_symlink():
-            raise ReadError(f"TG-STORE-014: {folder / name}: a link out of the folder. Copy the shard there (cp -rL).")
+            raise ReadError(f"TG-STORE-014: {folder / name}: a symbolic link. Copy the shard itself there (cp -rL).")
 
 
 def _check_names(folder: Path | str, shards: Mapping[str, FolderManifest], existing: Collection[str]) -> None:
     """Raise if shards are out of order, or are not the existing ones."""
     _check_order(folder, shards)
     if missing := next((name for name in shards if name not in existing), None):
-        raise ReadError(f"TG-STORE-015: {folder}: {missing} is missing, and the manifest names it. {_CHANGED}")
+        raise ReadError(f"TG-STORE-015: {folder}: {missing} is missing, although the manifest lists it. {_CHANGED}")
     if shards and (extra := set(existing) - shards.keys()):
         raise FormatError(
-            f"TG-STORE-016: {folder}: holds {min(extra)[:40]!r}, which the manifest does not name. {_CHANGED}"
+            f"TG-STORE-016: {folder}: contains {min(extra)[:40]!r}, which the manifest does not list. {_CHANGED}"
         )
 
 

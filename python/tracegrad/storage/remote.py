@@ -55,20 +55,20 @@ def require_local_path(name: Any) -> Path:
     """
     if is_address(name):
         raise ArgumentError(
-            f"TG-STORE-017: out is {name}, an address. What is written there is read and added to meanwhile, which "
-            "buckets do not do. Give a path, on a disk that all processes see, and copy it to the bucket afterwards."
+            f"TG-STORE-017: out is {name}, an address. The run reads and appends to this output, which buckets do not "
+            "support. Give a path on a disk that all processes share, and copy it to the bucket afterwards."
         )
     return path_of(name)
 
 
 @contextmanager
-def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
+def system(address: str, action: str = "read") -> Iterator[tuple[Any, str]]:
     """Yield the file system of an address and the path in it.
 
     Errors inside the block are converted to errors that name the address.
 
     Args:
-        done: verb for error messages: "read", "written" or "removed".
+        action: verb for error messages: "read", "written" or "removed".
 
     Raises:
         ReadError: for any failure in the block.
@@ -78,25 +78,26 @@ def system(address: str, done: str = "read") -> Iterator[tuple[Any, str]]:
         import fsspec
     except ImportError as error:
         raise ArgumentError(
-            f"TG-STORE-018: {error}. Addresses such as {address[:60]} need it. pip install 'tracegrad[cloud]'"
+            f"TG-STORE-018: {error}. Addresses such as {address[:60]} require it. Run pip install 'tracegrad[cloud]'"
         ) from error
     try:
         yield fsspec.core.url_to_fs(address)
     except ImportError as error:
         raise ArgumentError(
-            f"TG-STORE-019: {address}: {error}. It cannot be {done} without it. pip install what it names."
+            f"TG-STORE-019: {address}: {error}. Without this package it cannot be {action}. Install the named package "
+            "with pip."
         ) from error
     except (ArgumentError, ReadError, FormatError):
         raise
     except Exception as error:
-        raise as_read_error(address, error, done) from error
+        raise as_read_error(address, error, action) from error
 
 
-def as_read_error(address: str, error: Exception, done: str = "read") -> ReadError:
+def as_read_error(address: str, error: Exception, action: str = "read") -> ReadError:
     """Convert an error of fsspec to a ReadError that names the address."""
     reason = f"{type(error).__name__}: {escape_terminal(str(error))[:200]}".rstrip(": ")
     return ReadError(
-        f"TG-STORE-020: {address}: {reason}. It cannot be {done}. Check the address, and the credentials of "
+        f"TG-STORE-020: {address}: {reason}. It cannot be {action}. Check the address, and the credentials of "
         f"fsspec for it."
     )
 
@@ -140,7 +141,7 @@ def read(address: str, limit: int) -> bytes:
         text = bytes(file.read(limit + 1))
     if len(text) > limit:
         raise FormatError(
-            f"TG-STORE-021: {address}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again."
+            f"TG-STORE-021: {address}: longer than {limit:,} bytes, the maximum for this file. Write it again."
         )
     return text
 

@@ -48,7 +48,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, out: "str | os.PathLike[str] | RunDirectory") -> "RunDirectory":
-        """Return `out` if it is a mirror, or else a mirror of that path or address."""
+        """Return `out` if it is a run directory, or else a run directory at that path or address."""
         return out if isinstance(out, RunDirectory) else cls(out)
 
     def __str__(self) -> str:
@@ -66,8 +66,8 @@ class RunDirectory:
                 self._path = Path(tempfile.mkdtemp(prefix="tracegrad-run-"))
             except OSError as error:
                 raise TracegradError(
-                    f"TG-STORE-022: {tempfile.gettempdir()}: {error.strerror}. A run at {self.address} needs a folder "
-                    "here to work in. Make room, or name another one with TMPDIR."
+                    f"TG-STORE-022: {tempfile.gettempdir()}: {error.strerror}. A run at {self.address} needs a local "
+                    "temporary folder. Free disk space, or set TMPDIR to another folder."
                 ) from error
             atexit.register(_remove, os.getpid(), self._path)
         return self._path
@@ -80,7 +80,7 @@ class RunDirectory:
             ReadError: if an address cannot be listed.
         """
         if self.address:
-            names = set(self.names())
+            names = set(self.remote_files())
             is_run = manifest.LOCK in names or any(name.startswith(f"{CHECKPOINTS_PREFIX}step-") for name in names)
         else:
             names = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
@@ -88,13 +88,12 @@ class RunDirectory:
         foreign = sorted(name for name in names if name != manifest.LOCK and not _PRELIMINARY.search(name))
         if foreign and not is_run:
             raise ArgumentError(
-                f"TG-STORE-023: {self} holds {escape_terminal(foreign[0])[:80]!r} and is not the folder of a "
-                f"run. Its files "
-                "could be replaced. Give another out."
+                f"TG-STORE-023: {self} contains {escape_terminal(foreign[0])[:80]!r} and is not the folder of a "
+                "run. Its files could be replaced. Give another out."
             )
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the local folder against other runs until the block ends, and mark it as the folder of a run.
 
         The context can be entered again while it is active. A folder that is created here and stays empty is removed at
@@ -113,7 +112,7 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ReadError(
-                f"TG-STORE-024: {self.path}: {error.strerror}. A run has no place there. Give another out."
+                f"TG-STORE-024: {self.path}: {error.strerror}. A run cannot write there. Give another out."
             ) from error
         with manifest.lock(self.path, _MARK):
             self._is_locked = True
@@ -130,11 +129,11 @@ class RunDirectory:
             shutil.rmtree(self._path, ignore_errors=True)
         self._path = path
 
-    def named(self, path: Path) -> str:
+    def address_of(self, path: Path) -> str:
         """Return the address of a file in the folder, "" for a local run."""
         return redact(self._address_of(path.relative_to(self.path).as_posix())) if self.address else ""
 
-    def names(self) -> dict[str, int]:
+    def remote_files(self) -> dict[str, int]:
         """Return the files at the address with their sizes in bytes. Names are relative to the address.
 
         Raises:
@@ -142,7 +141,7 @@ class RunDirectory:
         """
         return remote.sizes(self.address)
 
-    def bring(self, names: Iterable[str]) -> None:
+    def download(self, names: Iterable[str]) -> None:
         """Download files from the address. `push` then sends them only if they change.
 
         Raises:
@@ -155,20 +154,21 @@ class RunDirectory:
             _for_all(lambda name: remote.download(self._address_of(name), self.path / name), names)
         except OSError as error:
             raise ReadError(
-                f"TG-STORE-025: {self.path}: {error.strerror}. What {self.address} holds has no place here. Make room, "
-                "or name another folder with TMPDIR."
+                f"TG-STORE-025: {self.path}: {error.strerror}. The files of {self.address} cannot be stored here. "
+                "Free disk space, "
+                "or set TMPDIR to another folder."
             ) from error
         self._transferred.update({name: _state(self.path / name) for name in names})
 
-    def send(self, names: Iterable[str]) -> None:
+    def upload(self, names: Iterable[str]) -> None:
         """Upload files of the folder to the address.
 
         Raises:
             ReadError: if one cannot be written.
         """
-        self.send_as({name: self.path / name for name in names})
+        self.upload_as({name: self.path / name for name in names})
 
-    def send_as(self, files: Mapping[str, Path]) -> None:
+    def upload_as(self, files: Mapping[str, Path]) -> None:
         """Upload local files to the address under other names.
 
         Args:
@@ -179,7 +179,7 @@ class RunDirectory:
         """
         _for_all(lambda name: remote.upload(files[name], self._address_of(name)), files)
 
-    def push(self) -> None:
+    def sync(self) -> None:
         """Upload files that changed since the last transfer, and remove remote files that no longer exist locally.
 
         Checkpoints are skipped. For a local run this does nothing.
@@ -194,7 +194,7 @@ class RunDirectory:
             for name in _complete_files(self.path)
             if not name.startswith(CHECKPOINTS_PREFIX)
         }
-        self.send(name for name, state in current.items() if self._transferred.get(name) != state)
+        self.upload(name for name, state in current.items() if self._transferred.get(name) != state)
         self.remove(
             name for name in self._transferred.keys() - current.keys() if not name.startswith(CHECKPOINTS_PREFIX)
         )

@@ -79,7 +79,7 @@ def write(
         array = columns[name]
         if array.dtype.name not in _CODES:
             raise FormatError(
-                f"TG-STORE-026: array '{name}' has dtype {array.dtype}. Files hold {', '.join(_CODES)}. Convert "
+                f"TG-STORE-026: array '{name}' has dtype {array.dtype}. Supported are {', '.join(_CODES)}. Convert "
                 f"it first."
             )
         end = offset + array.nbytes
@@ -130,17 +130,15 @@ def open_file(path: Path) -> BinaryIO:
     except OSError as error:
         if path.is_symlink():
             raise ReadError(
-                f"TG-STORE-028: {path}: a link. What it leads to may be any file of this machine. Copy the file "
-                f"there (cp -L)."
+                f"TG-STORE-028: {path}: a symbolic link, which could point to any file of this machine. Copy the file "
+                f"itself there (cp -L)."
             ) from error
         raise ReadError(
             f"TG-STORE-029: {path}: cannot be read ({error.strerror}). Check that the file is there."
         ) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ReadError(
-            f"TG-STORE-030: {path}: no file but a folder, a pipe or a device. Nothing is read from it. Remove it."
-        )
+        raise ReadError(f"TG-STORE-030: {path}: a folder, a pipe or a device, and not a regular file. Remove it.")
     return os.fdopen(handle, "rb")
 
 
@@ -168,7 +166,7 @@ def read_text(path: Path, limit: int) -> bytes:
         text = _part(path, file, min(limit, os.fstat(file.fileno()).st_size) + 1)
     if len(text) > limit:
         raise FormatError(
-            f"TG-STORE-031: {path}: longer than {limit:,} bytes. tracegrad writes none that long. Write it again."
+            f"TG-STORE-031: {path}: longer than {limit:,} bytes, the maximum for this file. Write it again."
         )
     return text
 
@@ -225,7 +223,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
-            raise ValueError("a name stands twice")
+            raise ValueError("a name occurs twice")
         return table
 
     try:
@@ -243,7 +241,7 @@ def _check_layout(path: Path, header: dict[str, Any], size: int) -> None:
         start, stop = _offsets(path, name, entry)
         array, code, shape = f"array '{name[:80]}'", entry.get("dtype"), entry.get("shape")
         if not isinstance(code, str) or code not in _DTYPES:
-            raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not hold")
+            raise _broken(path, f"{array} has dtype {str(code)[:20]!r}, which numpy does not support")
         max_dimension = max(size, _MAX_EMPTY_DIMENSION)
         if (
             not isinstance(shape, list)
@@ -279,6 +277,6 @@ def _view(data: Array, entry: dict[str, Any]) -> Array:
 
 def _broken(path: Path, what: str) -> FormatError:
     return FormatError(
-        f"TG-STORE-033: {path}: {what}. It is not a safetensors file, or it was cut or changed. Write it again "
+        f"TG-STORE-033: {path}: {what}. It is not a safetensors file, or it was truncated or changed. Write it again "
         f"from its source."
     )

@@ -47,7 +47,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     resume: bool = False,
     sinks: Sequence[Sink] | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainResult:
     """Train a model on recorded traces; write metrics, checkpoints, summary.json and report.html into `out`.
 
@@ -60,14 +60,14 @@ def train(
         out: run directory, created if missing; or an fsspec address (extra `cloud`).
         recipe: the method of a paper: a recipe of `tracegrad.recipes`, or its name.
         objective: only the loss, a value or a name of `tracegrad.objective.presets`; default the recipe's, else DAPO.
-        options: options by dotted name, as in a config file: `{"optimizer.lr": 1e-5, "pack.step_groups": 16}`. They
-            override the recipe.
+        options: options by dotted name, as in a config file: `{"optimizer.lr": 1e-5, "train.groups_per_step": 16}`.
+            They override the recipe.
         resume: continue the run in `out` with its options, if there is one.
         sinks: as for `trainer.train`.
-        say: function that prints a line for the user.
+        log: function that prints a line for the user.
 
     Returns:
-        The result of `trainer.train`; `rows` are those of metrics.jsonl.
+        The result of `trainer.train`; `rows` are the rows of metrics.jsonl.
 
     Raises:
         ArgumentError: if options are incompatible, or `out` contains a run and `resume` is False.
@@ -75,7 +75,7 @@ def train(
         TracegradError: if the run fails.
     """
     run_dir, model = RunDirectory(out), Path(model)
-    with run_dir.locked() if is_first_rank() else nullcontext():
+    with run_dir.lock() if is_first_rank() else nullcontext():
         config = _config(run_dir, recipe, objective, options or {}, resume)
         loss_objective = objective if isinstance(objective, Objective) else objective_of(config)
         watch = Stopwatch()
@@ -88,16 +88,20 @@ def train(
             source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
             data, account = load_traces(source, model, config, run_dir.path, watch)
         for line in account.lines() if is_first_rank() else ():
-            say(line)
-        run_options = {
-            "out": run_dir,
-            "resume": resume,
-            "sinks": sinks,
-            "say": say,
-            "watch": watch,
-            "title": account.source,
-        }
-        return train_aligned(data, account, model, loss_objective, config, **run_options)
+            log(line)
+        return train_aligned(
+            data,
+            account,
+            model,
+            loss_objective,
+            config,
+            out=run_dir,
+            resume=resume,
+            sinks=sinks,
+            log=log,
+            watch=watch,
+            title=account.source,
+        )
 
 
 def is_first_rank() -> bool:
@@ -111,8 +115,8 @@ def is_first_rank() -> bool:
 def resumed_config(out: RunDirectory, resume: bool) -> Config | None:
     """Load the config of the run in `out` if it is resumed; None if there is none."""
     path = out.path / "config.toml" if resume else None
-    if path is not None and out.address and path.name in out.names():
-        out.bring([path.name])
+    if path is not None and out.address and path.name in out.remote_files():
+        out.download([path.name])
     return load(path) if path is not None and path.is_file() else None
 
 
@@ -131,8 +135,8 @@ def load_traces(
     if folders and len(folders) < len(names):
         other = next(name for name in names if name not in folders)
         raise ArgumentError(
-            f"TG-TRAIN-007: {folders[0]} is prepared and {other} is not. What is trained on at once is aligned at "
-            "once, or in folders. Prepare all of them."
+            f"TG-TRAIN-007: {folders[0]} is prepared and {other} is not. A run trains either on prepared folders or on "
+            "files that it aligns itself. Prepare all of them."
         )
     if folders:
         for name in folders:
@@ -177,7 +181,7 @@ def train_aligned(
     out: RunDirectory,
     resume: bool,
     title: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
 ) -> TrainResult:
@@ -188,20 +192,21 @@ def train_aligned(
             from tracegrad.trainer.lora import load_model
     except ImportError as error:
         raise ArgumentError(
-            f"TG-TRAIN-008: train needs {error.name}, which is not installed. Reading and aligning work without it, "
-            "training does not. pip install 'tracegrad[train]'"
+            f"TG-TRAIN-008: train needs {error.name}, which is not installed. Reading and aligning do not need it. "
+            "Run: pip install 'tracegrad[train]'"
         ) from error
     with watch("load"):
         loaded = load_model(model)
     if isinstance(data, PreparedDataset):
         data.model = model
     else:
-        data = data.of_model(model)
-    run_options = {"out": out, "tokenizer": model, "resume": resume, "sinks": sinks}
-    result = trainer.train(data, loaded, objective=objective, config=chosen, say=say, **run_options)
+        data = data.with_image_processor(model)
+    result = trainer.train(
+        data, loaded, objective=objective, config=chosen, log=log, out=out, tokenizer=model, resume=resume, sinks=sinks
+    )
     if is_first_rank():
         watch.seconds.update(result.seconds)
-        origin = provenance.provenance(account.named, model)
+        origin = provenance.provenance(account.inputs, model)
         provenance.write_header(out.path / "config.toml", origin)
         summary = {**_summary(chosen, account, result, watch.seconds), "provenance": origin}
         prepare.write_json(out.path / "summary.json", summary)
@@ -209,19 +214,32 @@ def train_aligned(
             tokenizer = Tokenizer.from_pretrained(model)
             sequences, terms = _select_shown(data, result.terms)
             contents = {"rows": result.rows, "terms": terms, "summary": summary}
-            contents |= {"counts": _count_all(account), "pull": result.pull}
-            card_options = {"base": model, "objective": objective, "config": chosen, "rows": result.rows}
-            write_card(result.checkpoint, **card_options, data=account.lines())
+            contents |= {"counts": _count_all(account), "total_gradient": result.gradient_magnitude}
+            write_card(
+                result.checkpoint,
+                base=model,
+                objective=objective,
+                config=chosen,
+                rows=result.rows,
+                data=account.lines(),
+            )
             about = _describe_run(
                 chosen, objective, model, account.source, str(out) if out.address else str(out.path.resolve())
             )
             links = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
-            page_options = {"title": title, "about": about, "links": links}
-            write_report(out.path / "report.html", sequences=sequences, tokenizer=tokenizer, **page_options, **contents)
-        out.push()
+            write_report(
+                out.path / "report.html",
+                sequences=sequences,
+                tokenizer=tokenizer,
+                title=title,
+                about=about,
+                links=links,
+                **contents,
+            )
+        out.sync()
         if out.address:
             card = result.checkpoint / "README.md"
-            out.send([card.relative_to(out.path).as_posix()])
+            out.upload([card.relative_to(out.path).as_posix()])
     return result
 
 
@@ -239,7 +257,7 @@ def _select_shown(data: Sequences | PreparedDataset, terms: list[TokenRecord]) -
         replace(record, origin=record.origin - shifts[row], trace=row.astype(np.int32))
         for record, row in zip(terms, new_rows, strict=True)
     ]
-    return data.kept(rows), renumbered
+    return data.take_with_details(rows), renumbered
 
 
 def _count_all(account: IngestSummary) -> TraceCounts:
@@ -255,7 +273,7 @@ def _config(
     options: Mapping[str, Any],
     resume: bool,
 ) -> Config:
-    """Combine the options: defaults or those of the resumed run, then the recipe, the objective, and `options`."""
+    """Combine the options: the defaults or the resumed run's, then the recipe, the objective, and `options`."""
     start = resumed_config(out, resume)
     overrides = [*options.items()]
     if isinstance(objective, Objective):
@@ -265,7 +283,7 @@ def _config(
     if recipe is None:
         return load(None, overrides, start=start)
     recipe_value = recipes.find(recipe) if isinstance(recipe, str) else recipe
-    return recipe_value.settle(None, overrides, start=start)[0]
+    return recipe_value.resolve(None, overrides, start=start)[0]
 
 
 def _describe_run(
@@ -288,17 +306,15 @@ def _describe_run(
 
 def _summary(chosen: Config, account: IngestSummary, result: Any, seconds: dict[str, float]) -> dict[str, Any]:
     summary_names = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
-    last_estimate = next((row for row in reversed(result.rows) if "off_policy_value" in row), {})
+    last_estimate = next((row for row in reversed(result.rows) if "ope" in row), {})
     return {
         **{name: value for name, value in account.as_dict().items() if name in summary_names},
         "seed": chosen.train.seed,
         "steps": result.step,
         "steps_planned": result.total,
         "stopped": result.stopped,
-        "off_policy_value": {
-            name: last_estimate[name] for name in last_estimate if name.startswith("off_policy_value")
-        },
+        "ope": {name: last_estimate[name] for name in last_estimate if name.startswith("ope")},
         "seconds": {name: round(duration, 3) for name, duration in seconds.items()},
         "checkpoint": result.address or str(result.checkpoint),
-        "device_idle": result.idle,
+        "device_idle": result.device_idle_share,
     }

@@ -81,15 +81,15 @@ def save_logprobs(folder: Path, progress: Progress) -> None:
     safetensors_file.write(folder / _LOGPROBS, progress.logprobs)
 
 
-def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, FileChecksum] | None = None) -> None:
+def save_progress(folder: Path, progress: Progress, remote_files: Mapping[str, FileChecksum] | None = None) -> None:
     """Write the marker file, which declares the checkpoint complete; call this last.
 
     The marker contains the other fields of `progress`, and the size and CRC-32 of every file of the checkpoint.
 
     Args:
-        elsewhere: files of the same checkpoint on other machines, by name.
+        remote_files: files of the same checkpoint on other machines, by name.
     """
-    files_by_name = {**(elsewhere or {}), **_measure_files(folder, _list_files(folder))}
+    files_by_name = {**(remote_files or {}), **_measure_files(folder, _list_files(folder))}
     files = {name: [file.bytes, f"{file.crc32:08x}"] for name, file in sorted(files_by_name.items())}
     marker = {
         "format": FORMAT,
@@ -104,10 +104,10 @@ def save_progress(folder: Path, progress: Progress, elsewhere: Mapping[str, File
     outputs.write(folder / MARKER, json.dumps(with_checksum(marker), indent=1))
 
 
-def with_checksum(said: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the marker's contents with their CRC-32, which detects numbers that changed on disk."""
-    said = {name: value for name, value in said.items() if name != _SEAL}
-    return {**said, _SEAL: f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"}
+    contents = {name: value for name, value in contents.items() if name != _SEAL}
+    return {**contents, _SEAL: f"{zlib.crc32(json.dumps(contents, sort_keys=True).encode()):08x}"}
 
 
 def read_progress_file(folder: Path) -> Progress:
@@ -126,12 +126,12 @@ def read_progress_file(folder: Path) -> Progress:
         or not 0 <= marker["step"] < 1 << 53
         or not isinstance(marker["fingerprint"], str)
     ):
-        raise ValueError("it does not say which step it is of, and of which data")
+        raise ValueError("its step or the hash of its data is missing or invalid")
     if not isinstance(marker["config"], dict):
-        raise ValueError("it does not say how the run was told")
+        raise ValueError("its config is missing or not a table")
     version = marker.get("version", -1)  # Older checkpoints have no version.
     if type(version) is not int or not -1 <= version < 1 << 53:
-        raise ValueError("it does not say which version its policy is")
+        raise ValueError("its policy version is invalid")
     numbers = {name: _to_floats(marker[name]) for name in ("control", "seconds")}
     return Progress(marker["step"], marker["fingerprint"], marker["config"], logprobs, **numbers, version=version)
 
@@ -147,9 +147,7 @@ def list_marker_files(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, ReadError):
             raise
-        raise ReadError(
-            f"TG-TRAIN-009: {folder / MARKER}: {error}. It is not known what the checkpoint holds. Delete it."
-        ) from error
+        raise ReadError(f"TG-TRAIN-009: {folder / MARKER}: {error}. The checkpoint is damaged. Delete it.") from error
 
 
 def verify(folder: Path) -> None:
@@ -163,10 +161,10 @@ def verify(folder: Path) -> None:
     expected = _read_marker(folder)["files"]
     measured = _measure_files(folder, _list_files(folder))
     for name in sorted(expected.keys() ^ measured.keys()):
-        raise ValueError(f"{name[:80]!r} is {'missing' if name in expected else 'not of this checkpoint'}")
+        raise ValueError(f"{name[:80]!r} is {'missing' if name in expected else 'not part of this checkpoint'}")
     for name, file in measured.items():
         if expected[name] != [file.bytes, f"{file.crc32:08x}"]:
-            raise ValueError(f"{name!r} is not as it was written, by its length or checksum")
+            raise ValueError(f"{name!r} has another length or checksum than when it was written")
 
 
 def save_random(path: Path) -> None:
@@ -183,12 +181,12 @@ def restore_random(path: Path) -> None:
     states = load_file(path)
     position, has_gauss, gauss = states["numpy_rest"].tolist()
     words = states["numpy_keys"].numpy()
-    # numpy does not check the position: beyond the end it would read memory behind the state.
+    # numpy does not check the position: a position past the end would read memory after the state.
     fits = words.shape == (_MT_WORDS,) and words.min() >= 0 and words.max() < 1 << 32 and 0 <= position <= _MT_WORDS
     if not fits or has_gauss not in (0.0, 1.0) or not math.isfinite(gauss):
-        raise ValueError("its random state of numpy is none")
+        raise ValueError("its random state of numpy is invalid")
     if states["torch"].shape != torch.get_rng_state().shape:
-        raise ValueError("its random state of torch is none")
+        raise ValueError("its random state of torch is invalid")
     with safe_open(path, framework="pt") as file:
         version, inner, gaussian = json.loads(file.metadata()["python"])
     random.setstate((version, tuple(inner), gaussian))
@@ -201,7 +199,7 @@ def restore_random(path: Path) -> None:
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global state is what is saved)
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the checkpoint saves the global state)
     assert kind == "MT19937"
     states = {
         "torch": torch.get_rng_state(),
@@ -216,15 +214,15 @@ def _random_states() -> dict[str, torch.Tensor]:
 def _read_marker(folder: Path) -> dict[str, Any]:
     marker = json.loads(safetensors_file.read_text(folder / MARKER, _PROGRESS_LIMIT))
     if not isinstance(marker, dict):
-        raise ValueError(f"its {MARKER} is no table")
+        raise ValueError(f"its {MARKER} is not a table")
     if marker["format"] != FORMAT:
         raise OtherRunError(
-            f"TG-TRAIN-010: {folder.parent}: a checkpoint of format {str(marker['format'])[:40]!r}, and this version "
-            f"reads {FORMAT}. Its state cannot be taken up. Resume with the version that wrote it, or start anew from "
-            "it with --model."
+            f"TG-TRAIN-010: {folder.parent}: the checkpoint has format {str(marker['format'])[:40]!r}, and this "
+            f"version "
+            f"reads {FORMAT}. Resume with the version that wrote it, or start a new run from it with --model."
         )
     if marker != with_checksum(marker):
-        raise ValueError(f"{MARKER!r} is not as it was written, by its checksum")
+        raise ValueError(f"{MARKER!r} has another checksum than when it was written")
     return marker
 
 
@@ -248,7 +246,7 @@ def _to_floats(values: Any) -> dict[str, float]:
     if not isinstance(values, dict) or any(
         type(value) not in (int, float) or math.isnan(value) for value in values.values()
     ):
-        raise ValueError("it has something else where numbers belong")
+        raise ValueError("it has a value that is not a number")
     return {name: float(number) for name, number in values.items()}
 
 
@@ -308,7 +306,7 @@ def read_state(
     """Load in place what `save_state` wrote. The number of ranks may differ.
 
     Raises:
-        OtherRunError: if the parameters are those of another model.
+        OtherRunError: if the parameters belong to another model.
         OSError, ValueError, KeyError, RuntimeError: if files are damaged.
     """
     storage = HuggingFaceStorageReader(str(folder))
@@ -337,7 +335,7 @@ def _parameters(model: nn.Module, reference: nn.Module | None) -> dict[str, Tens
 
 
 def full_state_dict(
-    model: nn.Module, ranks: Ranks, device: Any = "cpu", wanted: Callable[[str], bool] = lambda name: True
+    model: nn.Module, ranks: Ranks, device: Any = "cpu", include: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
     """Gather the full state dict of a possibly sharded model on the first rank; other ranks get an empty dict.
 
@@ -345,9 +343,9 @@ def full_state_dict(
 
     Args:
         device: target device; None keeps the device of each tensor.
-        wanted: predicate of parameter and buffer names; names that it rejects are left out.
+        include: predicate of parameter and buffer names; names that it rejects are left out.
     """
-    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if wanted(name)}
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if include(name)}
     full_tensors: dict[int, Tensor] = {}
     for value in state.values():
         if id(value) not in full_tensors:
@@ -357,7 +355,7 @@ def full_state_dict(
 
 
 def _collective(function: Any, state: dict[str, Any], *, ranks: Ranks, **storage: Any) -> None:
-    if ranks.alone:
+    if ranks.is_single:
         function(state, no_dist=True, **storage)
     else:
         function(state, process_group=ranks.group, **storage)
@@ -374,10 +372,9 @@ def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[st
     ]
     if unlike:
         raise OtherRunError(
-            f"TG-TRAIN-011: {folder}: its parameters are not those of the model given: "
-            f"{unlike[0].partition(':')[2]} is not in both, "
-            "or of another shape or type. The run cannot go on from it. Resume with the --model and options that the "
-            "run began with."
+            f"TG-TRAIN-011: {folder}: the parameters do not match the model: "
+            f"{unlike[0].partition(':')[2]} is in only one of them, "
+            "or has another shape or type. Resume with the --model and the options with which the run was started."
         )
     out: dict[str, Any] = dict(parameters)
     for name, tensor in metadata.items():
@@ -385,7 +382,7 @@ def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[st
             owner, dtype = parameters[f"param:{name.partition(':')[2]}"], tensor.properties.dtype
             same_shape = owner.shape == tensor.size
             if name.startswith(_MOMENT_PREFIXES) and not same_shape:
-                raise ValueError(f"{name[:120]} is not of the shape of its parameter")
+                raise ValueError(f"{name[:120]} does not have the shape of its parameter")
             out[name] = torch.zeros_like(owner, dtype=dtype) if same_shape else torch.zeros(tensor.size, dtype=dtype)
             out[name] = out[name].detach()
     return out
@@ -404,8 +401,8 @@ def _optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module) -> tupl
                 continue
             if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
                 raise ArgumentError(
-                    f"TG-TRAIN-012: {type(optimizer).__name__} keeps {key} of a sharded parameter as a plain tensor. A "
-                    "checkpoint could not tell what each rank's part is of. Use parallel.mode ddp, or an optimizer of "
+                    f"TG-TRAIN-012: {type(optimizer).__name__} stores {key} of a sharded parameter as a plain tensor, "
+                    "so a checkpoint cannot assign it to ranks. Use parallel.mode ddp, or an optimizer that stores "
                     "DTensors."
                 )
             tensors[state_key] = value.detach()
@@ -424,9 +421,7 @@ def _load_optimizer(
         state.setdefault(order[name], {})[key] = value
     current = optimizer.state_dict()["param_groups"]
     if len(current) != len(optimizer_json["groups"]):
-        raise ValueError(
-            f"the optimizer has {len(current)} groups of parameters and the checkpoint's had another number"
-        )
+        raise ValueError(f"the optimizer has {len(current)} parameter groups and the checkpoint has another number")
     saved_groups = [
         {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in optimizer_json["groups"]
     ]
@@ -434,7 +429,7 @@ def _load_optimizer(
         if not all(
             name in current_group and _is_compatible(current_group[name], value) for name, value in saved_group.items()
         ):
-            raise ValueError("the options of its optimizer are not those of the one given")
+            raise ValueError("the saved optimizer has other options than the current one")
     groups = [
         {**current_group, **saved_group} for current_group, saved_group in zip(current, saved_groups, strict=True)
     ]
@@ -475,12 +470,12 @@ class SharedRunDir:
     Args:
         mirror: the local folder, and its remote address if it has one.
         ranks: the ranks that share the folder.
-        leads: whether this rank creates and removes files in the folder. One rank per folder does.
+        writes: whether this rank creates and removes files in the folder. One rank per folder does.
     """
 
     mirror: RunDirectory
     ranks: Ranks
-    leads: bool
+    writes: bool
 
     @classmethod
     def of(cls, out: str | os.PathLike[str] | RunDirectory, ranks: Ranks) -> "SharedRunDir":
@@ -496,13 +491,13 @@ class SharedRunDir:
         if not mirror.address:
             return cls(mirror, ranks, ranks.first)
         node = os.environ.get("GROUP_RANK")  # torchrun's number of the machine
-        folders = ranks.everybody((node, str(mirror.path)))
+        folders = ranks.all_gather((node, str(mirror.path)))
         path = next(Path(path) for other, path in folders if other == node and Path(path).is_dir())
         leads = path == mirror.path
-        ranks.everybody(None)  # A barrier: no rank removes its folder while another still looks for it.
+        ranks.all_gather(None)  # A barrier: no rank removes its folder while another still looks for it.
         mirror.share(path)
         shared = cls(mirror, ranks, leads)
-        with ranks.together():
+        with ranks.fail_together():
             if leads:
                 shared._fetch_markers()
         return shared
@@ -515,9 +510,9 @@ class SharedRunDir:
         """The folder of this machine."""
         return self.mirror.path
 
-    def named(self, path: Path) -> str:
+    def address_of(self, path: Path) -> str:
         """Return the address of a file or folder of the run; "" if the run has no address."""
-        return self.mirror.named(path)
+        return self.mirror.address_of(path)
 
     def clear(self) -> None:
         """Remove incomplete checkpoints at the address, which a killed run left."""
@@ -526,22 +521,22 @@ class SharedRunDir:
             complete = _find_markers(names)
             self.mirror.remove(name for name in names if _folder_of(name) not in complete)
 
-    def bring(self, checkpoint: Path) -> None:
-        """Download what is needed to resume: the state of one checkpoint, and the run's files outside checkpoints.
+    def download(self, checkpoint: Path) -> None:
+        """Download the files that a resume needs: the state of one checkpoint, and the run's files outside checkpoints.
 
         Raises:
             ReadError: if it cannot be read, or does not match its marker.
         """
         if not self.mirror.address:
             return
-        with self.ranks.together():
-            if self.leads:
+        with self.ranks.fail_together():
+            if self.writes:
                 prefix = f"{CHECKPOINTS_PREFIX}{checkpoint.name}/{_RESUME}/"
                 files = list_marker_files(checkpoint / _RESUME)
-                names = [name for name in self.mirror.names() if not name.startswith(CHECKPOINTS_PREFIX)]
-                self.mirror.bring([*names, *(prefix + name for name in files)])
+                names = [name for name in self.mirror.remote_files() if not name.startswith(CHECKPOINTS_PREFIX)]
+                self.mirror.download([*names, *(prefix + name for name in files)])
 
-    def send(self, staged: Path, name: str) -> dict[str, FileChecksum]:
+    def upload(self, staged: Path, name: str) -> dict[str, FileChecksum]:
         """Upload this machine's files of a checkpoint that has no marker yet. Every rank calls this.
 
         Args:
@@ -554,10 +549,10 @@ class SharedRunDir:
         if not self.mirror.address:
             return {}
         measured: dict[str, FileChecksum] = {}
-        with self.ranks.together():
-            if self.leads:
+        with self.ranks.fail_together():
+            if self.writes:
                 files = sorted(path for path in staged.rglob("*") if path.is_file())
-                self.mirror.send_as(
+                self.mirror.upload_as(
                     {f"{CHECKPOINTS_PREFIX}{name}/{path.relative_to(staged).as_posix()}": path for path in files}
                 )
                 resume_folder = staged / _RESUME
@@ -566,10 +561,10 @@ class SharedRunDir:
                     for p in files
                     if resume_folder in p.parents
                 }
-        parts = self.ranks.gathered({} if self.ranks.first else measured)
+        parts = self.ranks.gather({} if self.ranks.first else measured)
         return {name: written for part in parts for name, written in part.items()} if self.ranks.first else {}
 
-    def seal(self, staged: Path, final: Path, keep: int) -> None:
+    def complete(self, staged: Path, final: Path, keep: int) -> None:
         """Upload the marker of a checkpoint, which completes it, then remove all but the newest `keep`.
 
         Args:
@@ -578,31 +573,31 @@ class SharedRunDir:
         """
         if not self.mirror.address:
             return
-        with self.ranks.together():
+        with self.ranks.fail_together():
             self.push()
-        mark = self.ranks.shared((final / _RESUME / MARKER).read_bytes() if self.ranks.first else b"")
-        with self.ranks.together():
+        mark = self.ranks.broadcast((final / _RESUME / MARKER).read_bytes() if self.ranks.first else b"")
+        with self.ranks.fail_together():
             if self.ranks.first:
-                self.mirror.send([f"{CHECKPOINTS_PREFIX}{final.name}/{_RESUME}/{MARKER}"])
+                self.mirror.upload([f"{CHECKPOINTS_PREFIX}{final.name}/{_RESUME}/{MARKER}"])
                 self._remove_old(keep)
-            elif self.leads and staged.is_dir():
+            elif self.writes and staged.is_dir():
                 outputs.write(staged / _RESUME / MARKER, mark)
                 staged.rename(final)
-            for old in final.parent.glob("step-*") if self.leads else ():
+            for old in final.parent.glob("step-*") if self.writes else ():
                 if old != final:
                     shutil.rmtree(old, ignore_errors=True)
 
     def push(self) -> None:
         """Upload the changed files outside checkpoints from this rank's machine."""
-        if self.leads:
-            self.mirror.push()
+        if self.writes:
+            self.mirror.sync()
 
     def _sent(self) -> list[str]:
         """Return the names of all files of checkpoints at the address."""
-        return [name for name in self.mirror.names() if name.startswith(CHECKPOINTS_PREFIX)]
+        return [name for name in self.mirror.remote_files() if name.startswith(CHECKPOINTS_PREFIX)]
 
     def _fetch_markers(self) -> None:
-        self.mirror.bring(name for folder, name in _find_markers(self._sent()).items() if step_of(folder) >= 0)
+        self.mirror.download(name for folder, name in _find_markers(self._sent()).items() if step_of(folder) >= 0)
 
     def _remove_old(self, keep: int) -> None:
         names = self._sent()
@@ -663,9 +658,9 @@ def save(
     final = folder / f"step-{progress.step:08d}"
     staged = folder / f".tmp-{final.name}"
     with _all_or_nothing(staged, final, ranks):
-        if not ranks.largest(int(ranks.first and final.exists())):
+        if not ranks.max(int(ranks.first and final.exists())):
             with _collective_errors(ranks):
-                if away.leads:
+                if away.writes:
                     outputs.make_folder(staged)
                     (staged / "resume" / "state").mkdir(parents=True)
             full_state = full_state_dict(model, ranks)
@@ -679,11 +674,11 @@ def save(
             with _collective_errors(ranks):
                 if ranks.first:
                     save_logprobs(staged / "resume", progress)
-            remote_files = away.send(staged, final.name)
+            remote_files = away.upload(staged, final.name)
             with _collective_errors(ranks):
                 if ranks.first:
                     _finish(staged, final, progress, remote_files)
-        away.seal(staged, final, keep)
+        away.complete(staged, final, keep)
         with _collective_errors(ranks):
             if ranks.first:
                 _remove_old(out, final, keep)
@@ -731,7 +726,7 @@ def writable(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TracegradError(
-            f"TG-TRAIN-013: {error.filename or out}: {error.strerror}. Checkpoints have no place there. Give "
+            f"TG-TRAIN-013: {error.filename or out}: {error.strerror}. Checkpoints cannot be written there. Pass "
             f"another --out."
         ) from error
 
@@ -779,10 +774,10 @@ def restore(
     try:
         if ranks.first or leads:
             verify(folder)
-    except Exception as raised:  # `ranks.agree` tells the other ranks first.
+    except Exception as raised:  # `ranks.agree` informs the other ranks first.
         error = raised
     with _reading_errors(path):
-        ranks.agree(error)
+        ranks.raise_on_all(error)
         progress = read_progress_file(folder)
         read_state(folder / "state", model, optimizer, ranks, reference)
         random_file = folder / f"random-{ranks.rank}.safetensors"
@@ -799,7 +794,7 @@ def logprobs_of(path: Path, progress: Progress, name: str, terms: int) -> NDArra
     with _reading_errors(path):
         logprobs = progress.logprobs[name]
         if len(logprobs) != terms:
-            raise ValueError(f"it has {name} logprobs of {len(logprobs):,} terms, and the traces have {terms:,}")
+            raise ValueError(f"it has {name} logprobs of {len(logprobs):,} tokens, and the traces have {terms:,}")
         return logprobs
 
 
@@ -818,7 +813,7 @@ def _collective_errors(ranks: Ranks) -> Iterator[None]:
         yield
     except _CANNOT_WRITE as raised:
         error = raised
-    ranks.agree(error)
+    ranks.raise_on_all(error)
 
 
 @contextmanager
@@ -830,8 +825,8 @@ def _all_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
             shutil.rmtree(staged, ignore_errors=True)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise TracegradError(
-            f"TG-TRAIN-014: {final}: {reason}. This checkpoint is not written; those before it are as they were. "
-            "Make room or give a folder that can be written, and go on with --resume."
+            f"TG-TRAIN-014: {final}: {reason}. This checkpoint is not written; earlier checkpoints are unchanged. "
+            "Free space, or make the folder writable, then continue with --resume."
         ) from error
 
 
@@ -860,9 +855,12 @@ def _reading_errors(path: Path) -> Iterator[None]:
     except Exception as error:
         earlier = [other for other in list_checkpoints(path.parent.parent) if step_of(other.name) < step_of(path.name)]
         advice = (
-            f"go on from {earlier[-1].name}, which is before it" if earlier else "start anew: there is none before it"
+            f"continue from {earlier[-1].name}, the checkpoint before it"
+            if earlier
+            else "start anew: there is no earlier checkpoint"
         )
         raise ReadError(
-            f"TG-TRAIN-015: {path}: damaged: {first_line(error)[:300]}. The run cannot be taken up exactly from it. "
-            f"Delete this folder to {advice}."
+            f"TG-TRAIN-015: {path}: the checkpoint is damaged: {first_line(error)[:300]}. The run cannot resume "
+            f"exactly "
+            f"from it. Delete this folder to {advice}."
         ) from error

@@ -191,22 +191,22 @@ def concatenate(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Seque
         trace_ids=tuple(
             selection.sequences.trace_name(row) for selection in selections for row in selection.rows.tolist()
         ),
-        drift=empty_report(),
-        images=ImageSpans.joined([(selection.images(), int(selection.count.sum())) for selection in selections]),
+        alignment_report=empty_report(),
+        images=ImageSpans.concatenate([(selection.images(), int(selection.count.sum())) for selection in selections]),
     )
 
 
 class _Runs:
     """Selected rows of `Sequences` as runs of adjacent traces, with the offsets of their branches."""
 
-    def __init__(self, of: Sequences, rows: NDArray[np.int64]) -> None:
-        self.sequences, self.rows = of, rows
+    def __init__(self, sequences: Sequences, rows: NDArray[np.int64]) -> None:
+        self.sequences, self.rows = sequences, rows
         cuts = np.flatnonzero(np.diff(rows) != 1) + 1
         runs = [(int(part[0]), int(part[-1]) + 1) for part in np.split(rows, cuts) if len(part)]
-        kind = of.trace.dtype  # With another integer type, searchsorted would copy the whole column.
-        ends = np.searchsorted(of.trace, np.array(runs, kind).reshape(-1, 2))
+        kind = sequences.trace.dtype  # With another integer type, searchsorted would copy the whole column.
+        ends = np.searchsorted(sequences.trace, np.array(runs, kind).reshape(-1, 2))
         self.traces, self.branches = runs, [(int(a), int(b)) for a, b in ends]
-        first = np.searchsorted(of.trace, np.stack([rows, rows + 1], 1).astype(kind))
+        first = np.searchsorted(sequences.trace, np.stack([rows, rows + 1], 1).astype(kind))
         self.count: NDArray[np.int64] = first[:, 1] - first[:, 0]
 
     def tokens(self, name: str) -> list[Array]:
@@ -244,7 +244,7 @@ class Dataset(Protocol):
         ...
 
     @property
-    def shows_pictures(self) -> bool:
+    def has_images(self) -> bool:
         """Whether any trace has an image among its tokens, found without reading tokens."""
         ...
 
@@ -261,7 +261,7 @@ class Dataset(Protocol):
         """
         ...
 
-    def kept(self, rows: NDArray[np.integer]) -> Sequences:
+    def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
         """Return traces as `take` does, with group names and the mismatch report, for writing or display."""
         ...
 
@@ -273,7 +273,7 @@ class Dataset(Protocol):
         """Return the name of a trace for messages."""
         ...
 
-    def lots(self) -> NDArray[np.float64]:
+    def group_hash(self) -> NDArray[np.float64]:
         """Return [R] a hash in [0, 1) of each trace's group name. Equal names hash equally in every data set."""
         ...
 
@@ -309,7 +309,7 @@ class InMemoryDataset:
         return True
 
     @property
-    def shows_pictures(self) -> bool:
+    def has_images(self) -> bool:
         """As `Dataset.shows_pictures`."""
         return self.sequences.images is not None
 
@@ -324,7 +324,7 @@ class InMemoryDataset:
             return self.sequences
         return select(self.sequences, rows)
 
-    def kept(self, rows: NDArray[np.integer]) -> Sequences:
+    def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Dataset.kept`."""
         return subset(self.sequences, rows)[0]
 
@@ -336,7 +336,7 @@ class InMemoryDataset:
         """Return the trace's id, or its number if it has none."""
         return self.sequences.trace_name(row)
 
-    def lots(self) -> NDArray[np.float64]:
+    def group_hash(self) -> NDArray[np.float64]:
         """As `Dataset.lots`; a group without a name is hashed by its number."""
         group = self.sequences.group
         names = self.sequences.group_names or tuple(map(str, range(int(group.max(initial=-1)) + 1)))
@@ -348,7 +348,7 @@ class InMemoryDataset:
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
         if (images := s.images) is not None:
-            for part in (images.at, images.cu_features, images.pictures.digest[images.picture]):
+            for part in (images.position, images.cu_features, images.pictures.digest[images.image]):
                 digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()
 
@@ -369,10 +369,10 @@ _ADVICE = "The files were changed; prepare the traces again."
 
 
 class Shard(NamedTuple):
-    """One shard: its folder, its manifest (`told`), and the number of its input (`source`)."""
+    """One shard: its folder, its manifest, and the number of its input (`source`)."""
 
     folder: Path
-    told: manifest.FolderManifest
+    manifest: manifest.FolderManifest
     source: int
 
 
@@ -389,7 +389,7 @@ class PreparedDataset:
 
     def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: TraceTable) -> None:
         self.folders, self.shards, self.catalog = folders, tuple(shards), catalog
-        counts = [shard.told.counts["traces"] for shard in shards]
+        counts = [shard.manifest.counts["traces"] for shard in shards]
         self._first: NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._mapped: OrderedDict[int, Sequences] = OrderedDict()
         self._checked: set[int] = set()
@@ -417,8 +417,8 @@ class PreparedDataset:
         names = tuple(os.fspath(folder) for folder in paths)
         if not names or len({os.path.realpath(name) for name in names}) < len(names):
             raise ArgumentError(
-                f"TG-TRAIN-016: {', '.join(names[:8]) or 'no folder'}: each trace is trained on once an epoch. "
-                "Give folders that prepare wrote, each once."
+                f"TG-TRAIN-016: {', '.join(names[:8]) or 'no folder'}: pass at least one folder that tracegrad prepare "
+                "wrote, and pass each folder once."
             )
         shards = [
             shard
@@ -433,9 +433,9 @@ class PreparedDataset:
         return False
 
     @property
-    def shows_pictures(self) -> bool:
+    def has_images(self) -> bool:
         """As `Dataset.shows_pictures`, from the manifests."""
-        return any(MEDIA in shard.told.files for shard in self.shards)
+        return any(MEDIA in shard.manifest.files for shard in self.shards)
 
     @property
     def inputs(self) -> int:
@@ -458,10 +458,10 @@ class PreparedDataset:
         rows = np.asarray(rows, np.int64)
         parts = [select(sequences, shard_rows) for sequences, shard_rows in self._by_shard(rows)]
         result = parts[0] if len(parts) == 1 else concatenate([(part, np.arange(part.traces)) for part in parts])
-        result = result.of_model(self.model) if self.model else result
+        result = result.with_image_processor(self.model) if self.model else result
         return replace(result, group=self.catalog.group[rows])
 
-    def kept(self, rows: NDArray[np.integer]) -> Sequences:
+    def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
         """As `Dataset.kept`."""
         parts = [
             subset(sequences, shard_rows)[0].stored()
@@ -481,7 +481,7 @@ class PreparedDataset:
         number = int(np.searchsorted(self._first, row, side="right")) - 1
         return self._open_shard(number).trace_name(row - int(self._first[number]))
 
-    def lots(self) -> NDArray[np.float64]:
+    def group_hash(self) -> NDArray[np.float64]:
         """As `Dataset.lots`."""
         parts = [np.zeros(0)]
         for sequences in self.parts():
@@ -493,7 +493,7 @@ class PreparedDataset:
         """As `Dataset.fingerprint`, from the columns and the checksums in the manifests."""
         digest = blake2b(self.catalog.hash.encode(), digest_size=32)
         for shard in self.shards:
-            digest.update(repr(sorted((name, tuple(file)) for name, file in shard.told.files.items())).encode())
+            digest.update(repr(sorted((name, tuple(file)) for name, file in shard.manifest.files.items())).encode())
         digest.update(np.ascontiguousarray(rewards).tobytes())
         return digest.hexdigest()
 
@@ -512,7 +512,7 @@ class PreparedDataset:
                 self._mapped.move_to_end(number)
                 return self._mapped[number]
             shard, is_new = self.shards[number], number not in self._checked
-            sequences = Sequences.of_stored(store.load_shard(shard.folder, shard.told, checked=is_new))
+            sequences = Sequences.of_stored(store.load_shard(shard.folder, shard.manifest, check=is_new))
             if is_new:
                 self._check_columns(number, sequences)
                 self._checked.add(number)
@@ -529,8 +529,8 @@ class PreparedDataset:
         for name in ("branches", "tokens", "longest", "terms", "max_id"):
             if not np.array_equal(counted[name], getattr(self.catalog, name)[here]):
                 raise FormatError(
-                    f"TG-TRAIN-017: {self.shards[number].folder}: {store.NAME} is not of its tokens, by the column "
-                    f"{name}. The plan would be of other traces. {_ADVICE}"
+                    f"TG-TRAIN-017: {self.shards[number].folder}: column {name} of {store.NAME} does not match the "
+                    f"tokens. {_ADVICE}"
                 )
 
 
@@ -540,8 +540,7 @@ def _shards_of(folder: Path, source: int, verify: bool) -> list[Shard]:
         manifest.verify(folder, contents)
     if not contents.files and not contents.shards:
         raise ReadError(
-            f"TG-TRAIN-018: {folder}: no trace was prepared into it. There is nothing to train on. Prepare "
-            f"other traces."
+            f"TG-TRAIN-018: {folder}: the folder has no traces, so there is nothing to train on. Prepare other traces."
         )
     if contents.files:
         return [Shard(folder, contents, source)]
@@ -550,7 +549,7 @@ def _shards_of(folder: Path, source: int, verify: bool) -> list[Shard]:
 
 def _catalog(shards: Sequence[Shard]) -> TraceTable:
     """Concatenate the columns of all shards. Columns that older folders lack are counted from the tokens."""
-    rows = sum(shard.told.counts["traces"] for shard in shards)
+    rows = sum(shard.manifest.counts["traces"] for shard in shards)
     columns: dict[str, Any] = {}
     names: tuple[str, ...] = ()
     end = 0
@@ -563,10 +562,10 @@ def _catalog(shards: Sequence[Shard]) -> TraceTable:
             columns["source"] = np.empty(rows, np.int32)
         if shard_names != names:
             raise FormatError(
-                f"TG-TRAIN-019: {shard.folder}: its rewards are {', '.join(shard_names)[:80]!r} and not "
-                f"{', '.join(names)[:80]!r} as in the first shard. Prepare all with the same options."
+                f"TG-TRAIN-019: {shard.folder}: its rewards are {', '.join(shard_names)[:80]!r}, but the first shard "
+                f"has {', '.join(names)[:80]!r}. Prepare all shards with the same options."
             )
-        here = slice(end, end + shard.told.counts["traces"])
+        here = slice(end, end + shard.manifest.counts["traces"])
         _check_shard_counts(shard, shard_columns)
         for name, column in columns.items():
             column[here] = shard.source if name == "source" else shard_columns[name]
@@ -576,9 +575,9 @@ def _catalog(shards: Sequence[Shard]) -> TraceTable:
 
 
 def _columns(shard: Shard) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
-    if store.NAME in shard.told.files:
+    if store.NAME in shard.manifest.files:
         return store.read_trace_columns(shard.folder)
-    stored = store.load_shard(shard.folder, shard.told)
+    stored = store.load_shard(shard.folder, shard.manifest)
     return store.of_stored(stored), stored.names["reward_names"]
 
 
@@ -586,9 +585,9 @@ def _check_shard_counts(shard: Shard, columns: dict[str, NDArray[Any]]) -> None:
     """Check that the numbers of traces, branches, tokens and trained tokens agree with the manifest."""
     counted = {name: int(columns[name].sum(dtype=np.int64)) for name in ("branches", "tokens", "terms")}
     low = min((int(columns[name].min(initial=0)) for name in counted), default=0)
-    if {"traces": len(columns["terms"]), **counted} != dict(shard.told.counts) or low < 0:
+    if {"traces": len(columns["terms"]), **counted} != dict(shard.manifest.counts) or low < 0:
         raise FormatError(
-            f"TG-TRAIN-020: {shard.folder}: the counts of its manifest are not those of {store.NAME}. {_ADVICE}"
+            f"TG-TRAIN-020: {shard.folder}: the counts in its manifest do not match {store.NAME}. {_ADVICE}"
         )
 
 

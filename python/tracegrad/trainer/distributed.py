@@ -46,7 +46,7 @@ class Ranks:
         world: number of processes.
         rank: number of this process.
         group: process group for collectives on the CPU; None for one process.
-        beside: a second such group, for the thread that prepares the next step.
+        thread_group: a second such group, for the thread that prepares the next step.
         token: unique to this process group, for keys of the store, which torchrun can keep across restarts.
 
     >>> Ranks().all_reduce(np.ones(2), "sum").tolist()
@@ -56,7 +56,7 @@ class Ranks:
     world: int = 1
     rank: int = 0
     group: Any = None
-    beside: Any = None
+    thread_group: Any = None
     token: str = ""
 
     @classmethod
@@ -94,12 +94,12 @@ class Ranks:
             _cache[:] = [dist.group.WORLD, ranks]
         ranks = _cache[1]
         if timeout_s is not None:
-            for group in (ranks.group, ranks.beside, dist.group.WORLD):
+            for group in (ranks.group, ranks.thread_group, dist.group.WORLD):
                 _set_timeout(timedelta(seconds=timeout_s), group)
         return ranks
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is only one process."""
         return self.world == 1
 
@@ -108,27 +108,27 @@ class Ranks:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
-    def all_reduce(self, array: NDArray[Any], op: str, *, beside: bool = False) -> NDArray[np.float64]:
+    def all_reduce(self, array: NDArray[Any], op: str, *, in_thread: bool = False) -> NDArray[np.float64]:
         """Return the sum or maximum over ranks as float64.
 
         Args:
             array: values of this rank, of the same shape on all ranks.
             op: "sum" or "max".
-            beside: set it in the thread that prepares the next step, which uses its own process group.
+            in_thread: set it in the thread that prepares the next step, which uses its own process group.
         """
         flat = np.ascontiguousarray(array, np.float64)
-        if self.alone:
+        if self.is_single:
             return flat
-        tensor, group = torch.from_numpy(flat.copy()), self.beside if beside else self.group
+        tensor, group = torch.from_numpy(flat.copy()), self.thread_group if in_thread else self.group
         dist.all_reduce(tensor, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=group)
         return tensor.numpy()
 
     def merge(self, values: NDArray[np.float32], held: NDArray[np.bool_]) -> NDArray[np.float32]:
-        """Merge arrays over ranks: [N] float32, each entry from the rank where `held` is True, NaN if there is none.
+        """Merge arrays over ranks: [N] float32, each entry from the rank where `held` is True; NaN if no rank has it.
 
         The result is exact, as each entry is the sum of one number and zeros.
         """
-        if self.alone:
+        if self.is_single:
             return np.where(held, values, np.float32(np.nan))
         stacked = torch.from_numpy(np.stack([np.where(held, values, 0.0), held]).astype(np.float32))
         dist.all_reduce(stacked, group=self.group)
@@ -139,52 +139,52 @@ class Ranks:
         """Return the sum over ranks."""
         return float(self.all_reduce(np.array([value]), "sum")[0])
 
-    def largest(self, value: int) -> int:
+    def max(self, value: int) -> int:
         """Return the maximum over ranks. Ranks use it to agree on a signal that one of them received."""
         return int(self.all_reduce(np.array([value], np.float64), "max")[0])
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks in order on the first rank; another rank gets a list of its own value."""
-        if self.alone:
+        if self.is_single:
             return [value]
         values: list[Any] | None = [None] * self.world if self.first else None
         dist.gather_object(value, values, group=self.group)
         return values if values is not None else [value]
 
-    def shared(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast the first rank's value to all ranks."""
-        if self.alone:
+        if self.is_single:
             return value
         values = [value]
         dist.broadcast_object_list(values, 0, group=self.group)
         return values[0]
 
-    def joined(self, values: NDArray[Any]) -> NDArray[Any]:
+    def all_gather_arrays(self, values: NDArray[Any]) -> NDArray[Any]:
         """Concatenate arrays of all ranks in order, on every rank."""
-        if self.alone:
+        if self.is_single:
             return values
         parts: list[Any] = [None] * self.world
         dist.all_gather_object(parts, values, group=self.group)
         return np.concatenate(parts)
 
-    def leave_word(self, word: str) -> None:
+    def set_flag(self, word: str) -> None:
         """Publish a flag that other ranks can check at any time. This is not a collective call."""
-        if not self.alone:
+        if not self.is_single:
             dist.distributed_c10d._get_default_store().set(self._key(word), "")
 
-    def finds_word(self, word: str) -> bool:
+    def has_flag(self, word: str) -> bool:
         """Return whether a rank has published this flag."""
-        return not self.alone and dist.distributed_c10d._get_default_store().check([self._key(word)])
+        return not self.is_single and dist.distributed_c10d._get_default_store().check([self._key(word)])
 
-    def everybody(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks in order, on every rank."""
-        if self.alone:
+        if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, error: Exception | None) -> None:
+    def raise_on_all(self, error: Exception | None) -> None:
         """Raise an error on all ranks if any rank has one, so that no rank waits for a failed one.
 
         Args:
@@ -194,31 +194,31 @@ class Ranks:
             Exception: `error`, on a rank that has one.
             OtherRankFailed: on a rank without an error of its own; the message is that of a failed rank.
         """
-        failed = self.largest(0 if error is None else 1)
+        failed = self.max(0 if error is None else 1)
         if not failed:
             return
-        messages = self.everybody("" if error is None else f"{error}"[:2000])
+        messages = self.all_gather("" if error is None else f"{error}"[:2000])
         if error is not None:
             raise error
         rank = next(number for number, message in enumerate(messages) if message)
-        raise OtherRankFailed(0, f"another rank could not do its part: rank {rank}, {messages[rank]}")
+        raise OtherRankFailed(0, f"another rank failed: rank {rank}, {messages[rank]}")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """Wrap work that needs no other rank. At the end the ranks synchronize, and an error on one fails all."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        self.agree(error)
+        self.raise_on_all(error)
 
-    def at(self, where: str) -> None:
+    def set_stage(self, where: str) -> None:
         """Publish the stage of this rank; if it hangs, the others report it."""
-        if not self.alone and dist.is_initialized():
+        if not self.is_single and dist.is_initialized():
             dist.distributed_c10d._get_default_store().set(self._key(_STAGE, self.rank), f"{time.time():.0f} {where}")
 
-    def absent(self, error: Exception) -> str:
+    def missing_ranks(self, error: Exception) -> str:
         """Return which ranks did not take part in a failed collective call; "" if the failure has another cause.
 
         Ranks that did wait report it in the store. The call destroys the process group. That closes the connections of
@@ -227,7 +227,7 @@ class Ranks:
         Args:
             error: the exception of the collective call.
         """
-        if self.alone or not dist.is_initialized() or not _is_other_ranks_fault(error):
+        if self.is_single or not dist.is_initialized() or not _is_other_ranks_fault(error):
             return ""
         store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _REPORT_TIMEOUT_S
         is_timeout = any(word in str(error) for word in ("Timed out", "timed out", "timeout"))
@@ -238,12 +238,12 @@ class Ranks:
             dist.destroy_process_group()
             while (missing := self._not_waiting(store)) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            event = "did not come within train.timeout" if store.check([self._key(_WAITED)]) else "has ended"
-            reports = [f"rank {rank} {event}; it was last seen {self._last_seen(store, rank)}" for rank in missing]
+            event = "did not arrive within train.timeout_s" if store.check([self._key(_WAITED)]) else "has ended"
+            reports = [f"rank {rank} {event}; its last stage was {self._last_seen(store, rank)}" for rank in missing]
             if self.first:
                 time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))  # This rank may host the store.
         except (RuntimeError, ValueError):  # The rank that hosted the store is gone.
-            return "the rank that kept the store of all ranks has ended"
+            return "the rank that hosts the store of all ranks has ended"
         return ", ".join(reports)
 
     def _not_waiting(self, store: Any) -> list[int]:
@@ -258,12 +258,12 @@ class Ranks:
     def _key(self, name: str, rank: int | None = None) -> str:
         return f"tracegrad/{self.token}/{name}" + ("" if rank is None else f"/{rank}")
 
-    def tell(self, said: str) -> None:
+    def publish_stop(self, said: str) -> None:
         """Publish that this rank stops, and destroy the process group, which wakes the ranks that wait for it.
 
         Waits up to 10 seconds until the others have read it.
         """
-        if self.alone or not dist.is_initialized():
+        if self.is_single or not dist.is_initialized():
             return
         store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + _ACKNOWLEDGE_TIMEOUT_S
         with suppress(RuntimeError, ValueError):  # The rank that hosted the store has ended already.
@@ -272,9 +272,9 @@ class Ranks:
             while store.add(self._key(_ACKNOWLEDGED), 0) < self.world - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
 
-    def heard(self) -> str:
+    def stop_message(self) -> str:
         """Return the message of a rank that stopped; "" if none has."""
-        if self.alone:
+        if self.is_single:
             return ""
         try:
             store = dist.distributed_c10d._get_default_store()
@@ -287,7 +287,7 @@ class Ranks:
 
 
 def _open_group(timeout_s: float) -> None:
-    """Open the default process group from torchrun's variables. The error names the ranks that did not come."""
+    """Open the default process group from torchrun's variables. The error names the ranks that did not arrive."""
     from torch.distributed.rendezvous import rendezvous
 
     backend, timeout = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timedelta(seconds=timeout_s)
@@ -304,10 +304,10 @@ def _open_group(timeout_s: float) -> None:
             raise
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     except (ValueError, RuntimeError) as error:
-        reason = f"{missing} did not come within train.timeout" if missing else str(error).splitlines()[0]
+        reason = f"{missing} did not arrive within train.timeout_s" if missing else str(error).splitlines()[0]
         raise ArgumentError(
-            f"TG-TRAIN-021: WORLD_SIZE is {os.environ['WORLD_SIZE']} and the process group does not open: {reason}. "
-            "The ranks cannot share a gradient. Start the run with torchrun."
+            f"TG-TRAIN-021: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the process group does not open: {reason}. "
+            "Start the run with torchrun, and check that all ranks can reach each other."
         ) from error
 
 
@@ -337,18 +337,18 @@ def propagate_error(error: Exception, step: int, config: Config, ranks: Ranks, e
     """
     if isinstance(error, torch.OutOfMemoryError):
         reason = f"TG-TRAIN-095: step {step}: {out_of_memory(error, config)}"
-        ranks.tell(reason)
+        ranks.publish_stop(reason)
         return TracegradError(reason)
     if isinstance(error, (TracegradError, OtherRankFailed)):  # All ranks raise these.
         return error
     if not (ends or isinstance(error, RuntimeError)):
         return error
-    if reason := ranks.heard():
-        return TracegradError(f"TG-TRAIN-022: {reason} This rank stops with it.")
-    if reason := ranks.absent(error):
-        return TracegradError(f"TG-TRAIN-023: step {step}: {reason}. This rank stops with it.")
+    if reason := ranks.stop_message():
+        return TracegradError(f"TG-TRAIN-022: {reason} This rank stops.")
+    if reason := ranks.missing_ranks(error):
+        return TracegradError(f"TG-TRAIN-023: step {step}: {reason}. This rank stops.")
     if ends:
-        ranks.tell(f"step {step}: {type(error).__name__}: {error}"[:2000])
+        ranks.publish_stop(f"step {step}: {type(error).__name__}: {error}"[:2000])
     return error
 
 
@@ -403,7 +403,7 @@ class DistributedModel:
         return next(self.model.parameters()).device
 
     @contextmanager
-    def last(self, last: bool) -> Iterator[None]:
+    def gradient_sync(self, last: bool) -> Iterator[None]:
         """Wrap the forward and backward pass of one batch; gradients are exchanged in the last batch of a step.
 
         With FSDP and `memory.reduce_each`, they are exchanged in every batch.
@@ -418,7 +418,7 @@ class DistributedModel:
         with no_sync:
             yield
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         """Reshard what FSDP has gathered. Without a backward pass FSDP does not do so.
 
         The optimizer's parameters are the shards, so the model must not keep gathered ones.
@@ -456,26 +456,26 @@ def as_distributed_model(model: Any) -> DistributedModel:
     if isinstance(model, DistributedDataParallel):
         if not isinstance(model.module, CallableModel):
             raise ArgumentError(
-                f"TG-TRAIN-024: DistributedDataParallel stands around {type(model.module).__name__}, whose forward "
-                "gives logits. Its gradients would not be exchanged. Wrap before: "
-                "accelerator.prepare(tracegrad.trainer.Policy(model))."
+                f"TG-TRAIN-024: DistributedDataParallel wraps {type(model.module).__name__}, whose forward "
+                "returns logits. Its gradients would not be exchanged. Wrap the model first: "
+                "accelerator.prepare(tracegrad.trainer.CallableModel(model))."
             )
         return DistributedModel(model.module.model, model, "ddp", ranks, scale=float(ranks.world))
     inner = model.model if isinstance(model, CallableModel) else model
     if isinstance(model, FSDPModule):
         policy = model if isinstance(model, CallableModel) else _with_forward_method(model)
         return DistributedModel(inner, cast(Any, policy), "fsdp", ranks, scale=float(ranks.world))
-    return DistributedModel(inner, CallableModel(inner), "none", Ranks() if ranks.alone else ranks)
+    return DistributedModel(inner, CallableModel(inner), "none", Ranks() if ranks.is_single else ranks)
 
 
 def check_exchanged(target: DistributedModel) -> None:
     """Reject a model whose gradients would not be exchanged between ranks."""
-    if target.mode == "none" and not target.ranks.alone:
+    if target.mode == "none" and not target.ranks.is_single:
         raise ArgumentError(
-            f"TG-TRAIN-025: {type(target.model).__name__} is not wrapped, and a process group of {target.ranks.world} "
-            "ranks is open. Each rank would train a model of its own, as no gradient is exchanged. Pass "
-            "tracegrad.trainer.prepare(model, 'ddp') or 'fsdp', or "
-            "accelerator.prepare(tracegrad.trainer.Policy(model))."
+            f"TG-TRAIN-025: {type(target.model).__name__} is not wrapped, but a process group of {target.ranks.world} "
+            "ranks is open. Without a wrapper, no gradients are exchanged. Pass "
+            "tracegrad.trainer.wrap(model, 'ddp') or 'fsdp', or "
+            "accelerator.prepare(tracegrad.trainer.CallableModel(model))."
         )
 
 
@@ -527,10 +527,10 @@ def wrap(
     """
     ranks, memory = ranks or Ranks.of_open_group(), memory or SPEED
     device = device or next(model.parameters()).device
-    if ranks.alone != (mode == "none"):
+    if ranks.is_single != (mode == "none"):
         raise ArgumentError(
-            f"TG-TRAIN-026: parallel.mode is {mode!r} on {ranks.world} rank{'' if ranks.alone else 's'}. "
-            "none is for one process; fsdp and ddp are for several, which torchrun starts. Leave it out for auto."
+            f"TG-TRAIN-026: parallel.mode is {mode!r} on {ranks.world} rank{'' if ranks.is_single else 's'}. "
+            "none needs one process; fsdp and ddp need several, started with torchrun. Leave it out for auto."
         )
     if mode == "fsdp":
         head_of(model)  # Checks the head before it is sharded; the check runs only once per model.
@@ -547,7 +547,7 @@ def wrap(
 
 def auto_mode(ranks: Ranks) -> Mode:
     """Return "fsdp" on several CUDA devices, "ddp" on several CPU processes, "none" for one process."""
-    if ranks.alone:
+    if ranks.is_single:
         return "none"
     return "fsdp" if torch.cuda.is_available() else "ddp"
 
@@ -566,8 +566,8 @@ def device_named(name: str) -> torch.device:
     elif (local_world := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
         raise ArgumentError(
             f"TG-TRAIN-027: train.device is {name!r}, and {local_world} processes run on this machine. All of them "
-            "would take that one device. Set train.device cuda, or leave it out: each takes the device of its local "
-            "rank."
+            "would use the same device. Set train.device cuda, or leave it out: each process then uses the device of "
+            "its local rank."
         )
     torch.cuda.set_device(device)
     return device

@@ -33,14 +33,12 @@ def full_weights(
         ArgumentError: for any other value, or for "alone" if the model has no adapters.
     """
     if adapters not in ("merged", "alone"):
-        raise ArgumentError(
-            f"TG-TRAIN-028: adapters is {adapters!r}. What is wanted of them is not known. Say merged or alone."
-        )
+        raise ArgumentError(f"TG-TRAIN-028: adapters is {adapters!r}. Pass 'merged' or 'alone' (adapters only).")
     if not has_adapters(model):
         if adapters == "alone":
             raise ArgumentError(
-                f"TG-TRAIN-029: adapters is 'alone', and {type(model).__name__} has none. There is nothing to "
-                f"give. Leave it out."
+                f"TG-TRAIN-029: adapters is 'alone', but {type(model).__name__} has no adapters. Leave the argument "
+                f"out."
             )
         return full_state_dict(model, ranks, device)
     return _adapters_only(model, ranks, device) if adapters == "alone" else _merged(model, ranks, device)

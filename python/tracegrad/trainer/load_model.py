@@ -1,4 +1,4 @@
-"""Load a transformers model from a local folder with all its weights, or raise one error that explains what is wrong.
+"""Load a transformers model from a local folder with all its weights, or raise one error that explains the problem.
 
 Nothing is downloaded, and no pickle is read.
 """
@@ -51,10 +51,10 @@ def load_full_model(path: Path) -> Any:
     if not any((path / name).is_file() for name in WEIGHTS):
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ReadError(
-            f"TG-TRAIN-030: {path}: no model.safetensors there ({contents}). Without weights there is no policy to "
-            "train. Give --model a folder written by save_pretrained."
+            f"TG-TRAIN-030: {path}: the folder has no model.safetensors ({contents}). Pass --model with a folder "
+            "written by save_pretrained."
         )
-    advice = "There is no policy to train. Give --model a causal model whose config.json and weights belong together"
+    advice = "Pass --model with a causal model whose config.json and weights belong together"
     with reading_errors(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
         _check_size(path, empty_model(path, architectures))
         loaded: Any = _auto_class(architectures).from_pretrained(
@@ -106,8 +106,9 @@ def _check_size(path: Path, model: Any) -> None:
     # The smallest stored weights have four bits.
     if weight_count > 2 * stored_bytes + (1 << 20):
         raise ReadError(
-            f"TG-TRAIN-031: {path}: config.json describes {weight_count:,} weights, and the files of weights have "
-            f"{stored_bytes:,} bytes. They do not belong together. Give --model a folder written by save_pretrained."
+            f"TG-TRAIN-031: {path}: config.json describes {weight_count:,} weights, but the weight files have "
+            f"{stored_bytes:,} bytes. They do not belong together. Pass --model with a folder written by "
+            f"save_pretrained."
         )
 
 
@@ -167,15 +168,14 @@ def model_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise ReadError(
-            f"TG-TRAIN-032: {path}: no such folder. Without it there is no model. Give --model a folder of "
-            f"save_pretrained."
+            f"TG-TRAIN-032: {path}: the folder does not exist. Pass --model with a folder written by save_pretrained."
         )
     try:
         config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise ReadError(
-            f"TG-TRAIN-033: {path / 'config.json'}: {first_line(error)}. The architecture is not known without it. "
-            "Give --model a folder written by save_pretrained."
+            f"TG-TRAIN-033: {path / 'config.json'}: {first_line(error)}. The file describes the architecture. "
+            "Pass --model with a folder written by save_pretrained."
         ) from error
     _check_values(path / "config.json", config)
     _check_implementations(path / "config.json", config)
@@ -190,12 +190,10 @@ def _check_values(path: Path, config: Any) -> None:
     """
 
     def invalid(what: str) -> ReadError:
-        return ReadError(
-            f"TG-TRAIN-034: {path}: {what}. It describes no model. Copy the file again from where the model came from."
-        )
+        return ReadError(f"TG-TRAIN-034: {path}: {what}. Copy the file again from its source.")
 
     if not isinstance(config, dict):
-        raise invalid("it holds no JSON object")
+        raise invalid("the file is not a JSON object")
     architectures = config.get("architectures")
     if architectures is not None and not (
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
@@ -206,13 +204,13 @@ def _check_values(path: Path, config: Any) -> None:
         part = parts.pop()
         for name, value in part.items() if isinstance(part, dict) else enumerate(part):
             if name in _SWITCHES and value is not None and type(value) is not bool:
-                raise invalid(f"{name} is neither true nor false")
+                raise invalid(f"{name} must be true or false")
             if isinstance(value, dict | list):
                 parts.append(value)
             elif type(value) is int and abs(value) > (limit := _max_integer(str(name))):
                 digits = len(str(abs(value)))
                 what = value if digits < 20 else f"an integer of {digits} digits"
-                raise invalid(f"{str(name)[:80]} is {what}, and at most {limit} is taken")
+                raise invalid(f"{str(name)[:80]} is {what}; the maximum is {limit}")
 
 
 def _max_integer(name: str) -> int:
@@ -243,8 +241,8 @@ def _check_implementations(path: Path, config: Any) -> None:
             for implementation in value.values() if isinstance(value, dict) else [value]:
                 if implementation is not None and implementation not in _IMPLEMENTATIONS:
                     raise ReadError(
-                        f"TG-TRAIN-035: {path}: {name} is {str(implementation)[:80]!r}, which may be code of a hub. It "
-                        f"is never loaded. Remove {name} from the file, or set it to one of "
+                        f"TG-TRAIN-035: {path}: {name} is {str(implementation)[:80]!r}, which may be code from a hub. "
+                        f"tracegrad never loads such code. Remove {name} from the file, or set it to one of "
                         f"{', '.join(_IMPLEMENTATIONS)}."
                     )
 
@@ -253,16 +251,16 @@ def _refuse_architecture(path: Path, class_name: str, architectures: list[str], 
     missing, shapes, unexpected = (
         sorted(info.get(f"{kind}_keys", ())) for kind in ("missing", "mismatched", "unexpected")
     )
-    detail = f"config.json names {', '.join(architectures)[:300]}, a causal model of it is {class_name}"
+    detail = f"config.json names {', '.join(architectures)[:300]}, and the causal model for it is {class_name}"
     if missing:
         detail = f"{len(missing)} tensors that {class_name} needs are not in the weights, {missing[0]} first"
     elif shapes:
-        detail = f"{len(shapes)} tensors have another shape than config.json says, {shapes[0][0]} first"
+        detail = f"{len(shapes)} tensors have another shape than in config.json, {shapes[0][0]} first"
     elif unexpected:
-        detail = f"{len(unexpected)} tensors have no place in {class_name}, {unexpected[0]} first"
+        detail = f"{len(unexpected)} tensors do not belong to {class_name}, {unexpected[0]} first"
     raise ReadError(
-        f"TG-TRAIN-036: {path}: {detail}. What was loaded would be another policy than the one that sampled. "
-        "Give --model a causal model whose config.json and weights belong together."
+        f"TG-TRAIN-036: {path}: {detail}. The loaded model would not be the policy that sampled. "
+        "Pass --model with a causal model whose config.json and weights belong together."
     )
 
 

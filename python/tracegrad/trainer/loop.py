@@ -64,7 +64,7 @@ def train(
     optimizer: Optimizers | None = None,
     reference: Any = None,
     sinks: Sequence[metrics.Sink] | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> TrainResult:
     """Train `model` in place on recorded traces.
 
@@ -85,8 +85,8 @@ def train(
             AdamW with the options of `config`. The schedule and clipping always follow `config`.
         reference: a causal LM for the reference logprobs, if the objective needs them. Default the folder
             `train.ref_model`, or the starting model (without its adapters, if it has any).
-        sinks: loggers in addition to metrics.jsonl; default a progress line and the dashboards of `train.log_to`.
-        say: function that prints a line for the user.
+        sinks: loggers in addition to metrics.jsonl; default a progress line and the dashboards of `train.report_to`.
+        log: function that prints a line for the user.
 
     Raises:
         ArgumentError: if objective, data and config are incompatible, or `out` contains a run and `resume` is False.
@@ -94,44 +94,60 @@ def train(
         TracegradError: if the gradient is not finite or a checkpoint cannot be written.
     """
     config = config or Config()
-    ranks = Ranks.join(config.train.timeout)
-    row_options = {"shape": ModelShape.known(model.config), "bucket": row_padding(config)}
-    feed = TrainingData.of(data, objective, config, ranks=ranks.world, rank=ranks.rank, **row_options)
+    ranks = Ranks.join(config.train.timeout_s)
+    feed = TrainingData.of(
+        data,
+        objective,
+        config,
+        ranks=ranks.world,
+        rank=ranks.rank,
+        shape=ModelShape.try_of(model.config),
+        bucket=row_padding(config),
+    )
     check_vocabulary(feed.source, model)
     feed = replace(feed, notes=(*feed.notes, *check_media(feed.source, model)))
-    model_options = {"tokenizer": tokenizer, "optimizer": optimizer, "reference": reference}
-    trainer = Trainer(model, objective, config, out=out, **model_options, keep_start=False, ranks=ranks)
+    trainer = Trainer(
+        model,
+        objective,
+        config,
+        out=out,
+        tokenizer=tokenizer,
+        optimizer=optimizer,
+        reference=reference,
+        keep_initial_reference=False,
+        ranks=ranks,
+    )
     check_images_on_ranks(feed.source, trainer.target, config)
     if trainer.reference is not None:
         check_vocabulary(feed.source, trainer.reference.model)
-    longest = min(int(feed.catalog.longest.max()), config.pack.token_budget)
-    if reason := verify_rows(trainer.target, longest, trees=feed.shares):
-        feed = replace(feed, trees=False, notes=(*feed.notes, f"prefixes are not shared: {reason}."))
-    loop = _Loop(feed, trainer, say)
+    longest = min(int(feed.catalog.longest.max()), config.pack.tokens_per_row)
+    if reason := verify_rows(trainer.target, longest, share_prefixes=feed.shares_prefixes):
+        feed = replace(feed, allow_prefix_sharing=False, notes=(*feed.notes, f"prefixes are not shared: {reason}."))
+    loop = _Loop(feed, trainer, log)
     trainer.steps = loop.plan.total
     with ExitStack() as lock:
-        with ranks.together():
+        with ranks.fail_together():
             if ranks.first:
-                lock.enter_context(trainer.away.mirror.locked())
+                lock.enter_context(trainer.run_dir.mirror.lock())
         rows = loop.start(resume)
         if ranks.first:
             for sentence in [*feed.notes, *loop.opening()]:
-                say(f"note     {sentence}")
+                log(f"note     {sentence}")
         chosen_sinks = _sinks(loop, sinks) if ranks.first else []
         try:
-            with Interrupt() as interrupt, trainer.together(ends=True):
+            with Interrupt() as interrupt, trainer.propagate_errors(final=True):
                 stopped = loop.run([loop.lines, *chosen_sinks], rows, interrupt)
         finally:
             loop.epochs.close()
             loop.keeper.close()
             for sink in [loop.lines, *chosen_sinks]:
                 sink.close()
-        with ranks.together():
-            trainer.away.push()
+        with ranks.fail_together():
+            trainer.run_dir.push()
     last = checkpoint.list_checkpoints(trainer.out)[-1]
-    terms = [record for part in ranks.gathered(loop.terms.records) for record in part]
+    terms = [record for part in ranks.gather(loop.terms.records) for record in part]
     return TrainResult(
-        trainer.taken,
+        trainer.steps_done,
         loop.plan.total,
         stopped,
         interrupt.code(stopped),
@@ -139,9 +155,9 @@ def train(
         rows,
         terms,
         trainer.watch.seconds,
-        trainer.idle.overall(),
-        ranks.sum(loop.terms.pull),
-        trainer.away.named(last),
+        trainer.idle.total_share(),
+        ranks.sum(loop.terms.gradient_magnitude),
+        trainer.run_dir.address_of(last),
     )
 
 
@@ -150,66 +166,72 @@ class _Loop:
     """The state of a training run between two steps."""
 
     feed: TrainingData
-    driven: Trainer
-    say: Callable[[str], None] = print
+    trainer: Trainer
+    log: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        self.epochs = Epochs(self.feed, self.driven)
+        self.epochs = Epochs(self.feed, self.trainer)
         self.plan = self.epochs.plan
         self.held = HeldOutEvaluator(self.feed, self.epochs)
         self.fingerprint = self.feed.fingerprint()
         self.lines: metrics.Sink = _NullSink()
         self.terms = ReportRecords(self.feed.catalog, bounded=not self.feed.source.in_memory)
         self.worse = False
-        self.keeper = TokenLogWriter.silent(self.driven.out, self.driven.objective)
+        self.keeper = TokenLogWriter.disabled(self.trainer.out, self.trainer.objective)
 
     def start(self, resume: bool) -> list[dict[str, Any]]:
         """Create the folder, restore a checkpoint, and open metrics.jsonl; return the rows that it keeps."""
-        out, first = self.driven.out, self.driven.ranks.first
+        out, first = self.trainer.out, self.trainer.ranks.first
         checkpoints = checkpoint.list_checkpoints(out)
         if checkpoints and not resume:
             raise ArgumentError(
-                f"TG-TRAIN-037: {self.driven.away} holds a run, its newest checkpoint is "
+                f"TG-TRAIN-037: {self.trainer.run_dir} contains a run; its newest checkpoint is "
                 f"{checkpoints[-1].name}. A new run would "
-                "overwrite it. Go on with --resume, or give another --out."
+                "overwrite it. Continue the run with --resume, or pass another --out."
             )
-        progress = self.driven.restore(fingerprint=self.fingerprint)
+        progress = self.trainer.restore(fingerprint=self.fingerprint)
         if progress is not None:
             self.epochs.restore(checkpoints[-1], progress)
             if "best" in progress.logprobs:
                 self.held.best = checkpoint.logprobs_of(checkpoints[-1], progress, "best", self.held.terms)
-            for term in checkpoint.read_terms(checkpoints[-1], self.driven.ranks):
+            for term in checkpoint.read_terms(checkpoints[-1], self.trainer.ranks):
                 if self.plan.epoch_of(term.step - 1) == self.plan.epochs - 1:
                     self.terms.add(term)
             if "pull" in progress.control:  # The sum over all trained tokens; the records may be a selection.
-                self.terms.pull = progress.control["pull"] / self.driven.ranks.world
-        self.driven.begin()
-        ranks = self.driven.ranks
-        progress_options = {"rank": ranks.rank, "world": ranks.world, "taken": self.driven.taken}
-        self.keeper = TokenLogWriter(out, self.driven.config.terms, self.driven.objective, **progress_options)
+                self.terms.gradient_magnitude = progress.control["pull"] / self.trainer.ranks.world
+        self.trainer.create_run_dir()
+        ranks = self.trainer.ranks
+        self.keeper = TokenLogWriter(
+            out,
+            self.trainer.config.token_log,
+            self.trainer.objective,
+            rank=ranks.rank,
+            world=ranks.world,
+            steps_done=self.trainer.steps_done,
+        )
         if not first:
             return []
         with checkpoint.writable(out):
-            self.lines = metrics.JsonLines(out / "metrics.jsonl", keep_to_step=self.driven.taken or None)
+            self.lines = metrics.JsonLines(out / "metrics.jsonl", keep_to_step=self.trainer.steps_done or None)
         return metrics.read_rows(out / "metrics.jsonl")
 
     def opening(self) -> list[str]:
         """Return the notes to print before the first step."""
-        config, taken = self.driven.config, self.driven.taken
-        sentences = [f"resumed after step {taken} of {self.plan.total}."] if taken else []
-        sentences.append(self.driven.policy.sentence(config))
-        sentences.append(describe_attention(self.driven.target, trees=self.feed.shares))
-        if has_adapters(self.driven.model) and not config.train.lora_rank:
-            sentences.append("the model's LoRA adapters are trained further; the model without them is the reference.")
-        if self.feed.shares and taken < self.plan.total:
-            sentences.append(f"{self.epochs.packed(taken).step.sharing}.")
-        held_out = int(self.feed.held.sum())
+        config, taken = self.trainer.config, self.trainer.steps_done
+        notes = [f"resumed after step {taken} of {self.plan.total}."] if taken else []
+        notes.append(self.trainer.policy.sentence(config))
+        notes.append(describe_attention(self.trainer.target, share_prefixes=self.feed.shares_prefixes))
+        if has_adapters(self.trainer.model) and not config.train.lora_rank:
+            notes.append("the model's LoRA adapters are trained further; the model without them is the reference.")
+        if self.feed.shares_prefixes and taken < self.plan.total:
+            notes.append(f"{self.epochs.packed(taken).step.sharing}.")
+        held_out = int(self.feed.held_out.sum())
         if config.data.holdout and held_out < MIN_ESS:
-            sentences.append(
-                f"{held_out} traces are held out, value needs {MIN_ESS:g} effective ones: raise data.holdout to know "
-                "it."
+            notes.append(
+                f"{held_out} traces are held out, but the off-policy estimate needs an effective sample size of "
+                f"{MIN_ESS:g}: raise data.holdout."
             )
-        return sentences
+        return notes
 
     def save(self) -> None:
         """Write a checkpoint of the current state."""
@@ -218,20 +240,19 @@ class _Loop:
             logprobs["best"] = self.held.best
         control = self.epochs.control()
         if self.terms.records and not self.feed.source.in_memory:
-            control["pull"] = self.driven.ranks.sum(self.terms.pull)
-        extras = {"logprobs": logprobs, "control": control}
+            control["pull"] = self.trainer.ranks.sum(self.terms.gradient_magnitude)
         self.keeper.flush()
-        self.driven.save(fingerprint=self.fingerprint, terms=self.terms.records, **extras)
+        self.trainer.save(fingerprint=self.fingerprint, terms=self.terms.records, logprobs=logprobs, control=control)
 
     def run(
         self, sinks: Sequence[metrics.Sink], rows: list[dict[str, Any]], interrupt: Interrupt
-    ) -> Literal["done", "ess", "worse", "signal"]:
+    ) -> Literal["done", "ope_ess", "ope_falls", "signal"]:
         """Train until the end, a signal, or a condition of `[stop]`. Each case ends with a checkpoint.
 
         Returns:
             Why training stopped, as in `TrainResult.stopped`.
         """
-        trainer, plan = self.driven, self.plan
+        trainer, plan = self.trainer, self.plan
 
         def log(values: dict[str, Any]) -> None:
             rows.append(metrics.finite(values))
@@ -239,44 +260,55 @@ class _Loop:
 
         def stops() -> bool:
             """Return whether any rank received a signal."""
-            interrupt.received = trainer.ranks.largest(interrupt.received or 0) or None
+            interrupt.received = trainer.ranks.max(interrupt.received or 0) or None
             return interrupt.received is not None
 
-        if trainer.taken == 0:
+        if trainer.steps_done == 0:
             log({"step": 0, **self.held.row()})
-        while trainer.taken < plan.total and not stops():
+        while trainer.steps_done < plan.total and not stops():
             # Recompute the old and reference logprobs of the next steps, if they are due.
-            if not self.epochs.refresh(trainer.taken, stops):
+            if not self.epochs.refresh(trainer.steps_done, stops):
                 break
             # Take one optimizer step.
             row = self._step()
             # Evaluate the held-out traces, and decide whether to stop.
-            if plan.measures_value(trainer.taken) and not stops():
+            if plan.evaluates(trainer.steps_done) and not stops():
                 row.update(self.held.row())
             log(row)
-            ess_too_small = 0 < row.get("off_policy_value_ess_fraction", 1.0) < trainer.config.stop.below_ess
+            ess_too_small = 0 < row.get("ope_ess_fraction", 1.0) < trainer.config.stop.min_ope_ess
             if ess_too_small or self.held.worse:
                 self.save()
-                return "ess" if ess_too_small else "worse"
-            if plan.saves(trainer.taken):
+                return "ope_ess" if ess_too_small else "ope_falls"
+            if plan.saves(trainer.steps_done):
                 self.save()
         self.save()
-        return "signal" if stops() and trainer.taken < plan.total else "done"
+        return "signal" if stops() and trainer.steps_done < plan.total else "done"
 
     def _step(self) -> dict[str, Any]:
         """Take one optimizer step; return its metrics."""
-        trainer, index, start = self.driven, self.driven.taken, time.perf_counter()
+        trainer, index, start = self.trainer, self.trainer.steps_done, time.perf_counter()
         # The packed rows and the correction are made on the CPU during the previous step.
         with trainer.watch("prepare"):
             step, corrected = self.epochs.take(index)
         # Run forward, loss, backward, clipping and `optimizer.step()`: see `trainer.step.optimizer_step`.
-        trace_data = {"newest": self.feed.newest, "rewards": self.feed.rewards, "endings": self.feed.catalog.ending}
-        outcome = trainer.update(step, corrected, **trace_data, began=start)
+        outcome = trainer.update(
+            step,
+            corrected,
+            newest_version=self.feed.newest_version,
+            rewards=self.feed.rewards,
+            endings=self.feed.catalog.ending,
+            start_time=start,
+        )
         # Log it.
         if index == 0 and trainer.ranks.first and trainer.config.data.accept_truncated_sampling:
             self._report_kept_mass(step, outcome)
         self._record(step, outcome)
-        return {"step": trainer.taken, "epoch": self.plan.epoch_of(index), **self.epochs.row(), **trainer.row()}
+        return {
+            "step": trainer.steps_done,
+            "epoch": self.plan.epoch_of(index),
+            **self.epochs.row(),
+            **trainer.metrics(),
+        }
 
     def _report_kept_mass(self, step: Step, outcome: StepResult) -> None:
         """Print the kept mass of truncated sampling at the first step, when the policy is still the initial one."""
@@ -284,15 +316,16 @@ class _Loop:
         processed = catalog.logprob_kind[step.trace] == LOGPROB_KINDS.index("processed")
         result = kept_mass(outcome.logprobs, step.rollout_logprobs, catalog.reshaped[step.trace], processed)
         if result is None:
-            self.say(
-                "note     the kept mass S is not measured: no processed logprobs of tokens that were only cut off."
+            self.log(
+                "note     the kept mass S is not measured: no token sampled with truncation (top_p, ...) has a "
+                "processed logprob."
             )
         else:
             mean, lowest = result
-            self.say(f"note     kept mass S at the first step: {mean:.3f} on average, {lowest:.3f} at least.")
+            self.log(f"note     kept mass S at the first step: mean {mean:.3f}, minimum {lowest:.3f}.")
 
     def _record(self, step: Step, outcome: StepResult) -> None:
-        step_number = self.driven.taken
+        step_number = self.trainer.steps_done
         self.keeper.step(step_number, step, outcome, self.feed.source, passes=self.plan.epochs)
         if self.plan.epoch_of(step_number - 1) == self.plan.epochs - 1:
             self.terms.add(TokenRecord.of(step_number, step, outcome))
@@ -324,8 +357,8 @@ def allocate_logprobs(terms: int, folder: Path | None) -> NDArray[np.float32]:
             values = np.memmap(file, np.float32, "r+", shape=(terms,))
     except OSError as error:
         raise TracegradError(
-            f"TG-TRAIN-038: {folder}: {error.strerror}. The logprobs of {terms:,} terms have no place there. Make "
-            "room, or give another --out."
+            f"TG-TRAIN-038: {folder}: {error.strerror}. The logprobs of {terms:,} trained tokens do not fit there. "
+            "Free space, or pass another --out."
         ) from error
     return values
 
@@ -333,13 +366,13 @@ def allocate_logprobs(terms: int, folder: Path | None) -> NDArray[np.float32]:
 class Prefetcher(Generic[Made]):
     """Builds item n on request, or ahead of time in a background thread if it was announced.
 
-    `take` re-raises what `make` raises. The thread is idle between a `take` and the next `announce`.
+    `get` re-raises what `make` raises. The thread is idle between a `get` and the next `announce`.
 
     Args:
         make: builds an item from (its number, whether it runs in the thread).
-    >>> ahead = Prefetcher(lambda number, beside: (number, beside))
+    >>> ahead = Prefetcher(lambda number, in_thread: (number, in_thread))
     >>> ahead.announce(3)
-    >>> ahead.take(3), ahead.take(4)
+    >>> ahead.get(3), ahead.get(4)
     ((3, True), (4, False))
     >>> ahead.close()
     """
@@ -353,7 +386,7 @@ class Prefetcher(Generic[Made]):
         """Start building item `number` in the thread."""
         self._pending = number, self._thread.submit(self._make, number, True)
 
-    def take(self, number: int) -> Made:
+    def get(self, number: int) -> Made:
         """Return item `number`: wait for the thread if it was announced, otherwise build it now."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -380,39 +413,40 @@ class Epochs:
 
     def __init__(self, feed: TrainingData, run: Trainer) -> None:
         self.feed, self.run = feed, run
-        self._cuts: dict[int, StepAssignment] = {0: feed.cut(feed.plan(1).shuffle_seed(0))}
+        self._cuts: dict[int, StepAssignment] = {0: feed.assign_steps(feed.plan(1).shuffle_seed(0))}
         self._packed_steps: dict[int, PlannedStep] = {}
         self._check_plan()
         self.plan = feed.plan(len(self._cuts[0]))
         needs = needs_of(feed.objective, feed.config)
         folder = None if feed.source.in_memory else run.out
         names = [name for name in ("old", "ref") if getattr(needs, name)]
-        self.known = {name: allocate_logprobs(feed.catalog.all_terms, folder) for name in names}
-        charge = RewardKl(feed.source, feed.rewards, feed.used, feed.config)
+        self.logprob_arrays = {name: allocate_logprobs(feed.catalog.all_terms, folder) for name in names}
+        charge = RewardKl(feed.source, feed.rewards, feed.eligible, feed.config)
         self.charge = charge if feed.config.reward_kl.coef else None
         self._ahead = Prefetcher(self._make)
 
     def _check_plan(self) -> None:
         """Check that all ranks plan the same steps. Otherwise they would wait for each other forever."""
         ranks = self.run.ranks
-        own_hash = "" if ranks.alone else self.feed.plan_hash(self._cuts[0])
-        differs = ranks.shared(own_hash) != own_hash
-        if ranks.largest(int(differs)):
-            who = f"rank {ranks.rank} plans" if differs else "another rank plans"
+        own_hash = "" if ranks.is_single else self.feed.plan_hash(self._cuts[0])
+        differs = ranks.broadcast(own_hash) != own_hash
+        if ranks.max(int(differs)):
+            planner = f"rank {ranks.rank} plans" if differs else "another rank plans"
             raise ArgumentError(
-                f"TG-TRAIN-039: {who} other steps than the first: its traces or options are others. Each would wait "
-                "for steps that never come. Give every rank the same."
+                f"TG-TRAIN-039: {planner} other steps than the first rank: its traces or options differ. Ranks "
+                f"would wait "
+                "for each other forever. Pass the same traces and options on every rank."
             )
 
     def packed(self, index: int) -> PlannedStep:
         """Return a packed step. The last few steps are cached, and the step assignments of two epochs."""
-        epoch, place = index // self.plan.steps_per_epoch, self.plan.packed(index)
+        epoch, place = index // self.plan.steps_per_epoch, self.plan.packed_index(index)
         index = epoch * self.plan.steps_per_epoch + place
         if index not in self._packed_steps:
             if epoch not in self._cuts:
                 self._cuts = {e: cut for e, cut in self._cuts.items() if e == epoch - 1}
-                self._cuts[epoch] = self.feed.cut(self.plan.shuffle_seed(epoch))
-            planned = self.feed.planned(self._cuts[epoch].of(place))
+                self._cuts[epoch] = self.feed.assign_steps(self.plan.shuffle_seed(epoch))
+            planned = self.feed.pack_step(self._cuts[epoch].of(place))
             recent = list(self._packed_steps.items())[1 - _MAX_PACKED :]
             self._packed_steps = {**dict(recent), index: planned}
         return self._packed_steps[index]
@@ -437,28 +471,28 @@ class Epochs:
 
         The next step is not started if logprobs must be recomputed before it.
         """
-        ready, following = self._ahead.take(index), index + 1
+        ready, following = self._ahead.get(index), index + 1
         if following < self.plan.total and not any(self._due(following)):
             self._ahead.announce(following)
         return ready
 
-    def measured(self, planned: PlannedStep, of: Literal["policy", "reference"]) -> Floats:
+    def compute_logprobs(self, planned: PlannedStep, of: Literal["policy", "reference"]) -> Floats:
         """Compute [L] logprobs of `planned.terms`, merged over ranks; NaN for tokens that no rank lays out."""
         logprobs, is_here = np.zeros(len(planned.terms), np.float32), np.zeros(len(planned.terms), bool)
-        logprobs[planned.here], is_here[planned.here] = self.run.measure(planned.step, of=of), True
+        logprobs[planned.here], is_here[planned.here] = self.run.compute_logprobs(planned.step, model=of), True
         return self.run.ranks.merge(logprobs, is_here)
 
     def logprobs(self) -> dict[str, Floats]:
         """Return the logprob arrays that a checkpoint saves."""
-        return dict(self.known)
+        return dict(self.logprob_arrays)
 
     def restore(self, path: Path, progress: Progress) -> None:
         """Restore the logprob arrays and the KL penalty from a checkpoint."""
-        for name, values in self.known.items():
+        for name, values in self.logprob_arrays.items():
             values[:] = checkpoint.logprobs_of(path, progress, name, len(values))
         if self.charge is not None and progress.step:
             self.charge.restore(progress.control)
-            self._charge_kl(self.plan.refreshed(progress.step - 1))
+            self._charge_kl(self.plan.last_refresh(progress.step - 1))
 
     def control(self) -> dict[str, float]:
         """Return the adaptive coefficients that a checkpoint saves."""
@@ -475,7 +509,9 @@ class Epochs:
     def _due(self, index: int) -> tuple[bool, bool]:
         """Return whether the reference and `old` logprobs are recomputed before a step."""
         plan = self.plan
-        return "ref" in self.known and plan.refreshes_ref(index), "old" in self.known and plan.refreshes_old(index)
+        return "ref" in self.logprob_arrays and plan.refreshes_ref(
+            index
+        ), "old" in self.logprob_arrays and plan.refreshes_old(index)
 
     def _refresh(self, name: str, of: Literal["policy", "reference"], window: range, stops: Callable[[], bool]) -> bool:
         """Recompute `known[name]` for the trained tokens of a window of steps; other entries do not change."""
@@ -485,7 +521,7 @@ class Epochs:
             for planned in self._steps(name, window):
                 if stops():
                     return False
-                logprobs = self.measured(planned, of)
+                logprobs = self.compute_logprobs(planned, of)
                 laid_out = ~np.isnan(logprobs)
                 results.append((planned.terms[laid_out], logprobs[laid_out]))
                 if self.charge is None:
@@ -495,18 +531,18 @@ class Epochs:
 
     def _steps(self, name: str, window: range) -> Iterator[PlannedStep]:
         """Yield the steps of a window. A fixed reference with mixture weights needs all groups of any epoch."""
-        if name == "ref" and not self.plan.ref_every and self.feed.shares_of_inputs and self.plan.epochs > 1:
-            cut = self.feed.cut(self.plan.shuffle_seed(0), whole=True)
-            yield from (self.feed.planned(cut.of(number)) for number in range(len(cut)))
+        if name == "ref" and not self.plan.ref_sync_steps and self.feed.input_weights and self.plan.epochs > 1:
+            cut = self.feed.assign_steps(self.plan.shuffle_seed(0), all_groups=True)
+            yield from (self.feed.pack_step(cut.of(number)) for number in range(len(cut)))
         else:
-            unique = {(self.plan.epoch_of(index), self.plan.packed(index)): index for index in reversed(window)}
+            unique = {(self.plan.epoch_of(index), self.plan.packed_index(index)): index for index in reversed(window)}
             yield from map(self.packed, sorted(unique.values()))
 
     def _store(self, name: str, results: list[tuple[Rows, Floats]]) -> None:
         """Move results into `known`, and empty the list."""
         while results:
             terms, logprobs = results.pop()
-            self.known[name][terms] = logprobs
+            self.logprob_arrays[name][terms] = logprobs
 
     def _charge_kl(self, first: int) -> None:
         """Subtract the KL penalty from the rewards of the batch that starts with step `first`, if it is enabled."""
@@ -519,7 +555,7 @@ class Epochs:
             term_lists.append(planned.terms)
         terms = np.unique(np.concatenate(term_lists))
         trace = np.searchsorted(self.feed.catalog.first_term, terms, side="right") - 1
-        old, ref = (self.known[name][terms] for name in ("old", "ref"))
+        old, ref = (self.logprob_arrays[name][terms] for name in ("old", "ref"))
         laid_out = ~np.isnan(old)
         self.charge.batch(traces, trace[laid_out], old[laid_out], ref[laid_out])
 
@@ -528,12 +564,12 @@ class Epochs:
         step, terms = planned.step, planned.terms[planned.here]
         if self.charge is not None:
             step = replace(step, advantages=self.charge.advantages[step.trace])
-        if self.feed.objective.needs.proximal:
+        if self.feed.objective.requirements.proximal:
             # Assume that the run started with the newest recorded policy, and count each update as one version.
-            lag = np.maximum(step.lag(self.feed.newest), 0)
-            step = replace(step, alpha=proximal_alpha(-lag, self.plan.refreshed(index), index))
-        step = step.with_logprobs(**{name: values[terms] for name, values in self.known.items()})
-        return step, self.run.correct(step, beside=in_thread)
+            lag = np.maximum(step.staleness(self.feed.newest_version), 0)
+            step = replace(step, alpha=proximal_alpha(-lag, self.plan.last_refresh(index), index))
+        step = step.with_logprobs(**{name: values[terms] for name, values in self.logprob_arrays.items()})
+        return step, self.run.correct(step, in_thread=in_thread)
 
 
 class HeldOutEvaluator:
@@ -547,7 +583,7 @@ class HeldOutEvaluator:
         terms: number of trained tokens in the held-out traces, L.
         best: [L] float32 logprobs at the highest estimate so far, NaN for tokens not laid out; None before the first
             reliable estimate.
-        worse: whether the estimate is below the best by more than the interval of their difference, if `stop.worse`
+        worse: whether the estimate is below the best by more than the interval of their difference, if `stop.ope_falls`
             is set.
     """
 
@@ -567,7 +603,7 @@ class HeldOutEvaluator:
         laid_out, rewards_and_group = ~np.isnan(theta), (feed.rewards, feed.catalog.group)
         arrays = (rollout[laid_out], trace[laid_out], *rewards_and_group)
         value: OffPolicyEstimate = estimate(theta[laid_out], *arrays)
-        if feed.config.stop.worse and value.known:
+        if feed.config.stop.ope_falls and value.is_reliable:
             change, half_interval = (
                 (1.0, 0.0) if self.best is None else difference(theta[laid_out], self.best[laid_out], *arrays)
             )
@@ -581,10 +617,10 @@ class HeldOutEvaluator:
         results = []
         with self._epochs.run.watch("value"):
             for rows in self._parts:
-                planned = self._single_part or self._feed.held_part(rows)
+                planned = self._single_part or self._feed.pack_held_out(rows)
                 if len(self._parts) == 1:
                     self._single_part = planned
-                results.append((self._epochs.measured(planned, "policy"), planned.rollout, planned.trace))
+                results.append((self._epochs.compute_logprobs(planned, "policy"), planned.rollout, planned.trace))
         theta, rollout, trace = (np.concatenate(parts) for parts in zip(*results, strict=True))
         return theta, rollout, trace
 
@@ -592,9 +628,9 @@ class HeldOutEvaluator:
 def _sinks(state: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.Sink]:
     if sinks is not None:
         return list(sinks)
-    config = state.driven.config
-    chosen = loggers.open_sinks(config.train.log_to, state.driven.out, as_dict(config))
-    return [*chosen, metrics.Progress(state.plan.total, state.driven.taken)]
+    config = state.trainer.config
+    chosen = loggers.open_sinks(config.train.report_to, state.trainer.out, as_dict(config))
+    return [*chosen, metrics.Progress(state.plan.total, state.trainer.steps_done)]
 
 
 class _NullSink:

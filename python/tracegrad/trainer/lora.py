@@ -19,13 +19,13 @@ from tracegrad.storage.safetensors_file import flush, read_text
 from tracegrad.trainer.load_model import TOKENIZER_FILES, first_line, load_full_model, quiet
 
 
-def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -> Any:
+def with_adapters(model: Any, rank: int, *, exclude: Sequence[nn.Module] = ()) -> Any:
     """Add LoRA adapters in place to all linear layers except the LM head: alpha = 2 * rank, no dropout.
 
     Args:
         model: a transformers model.
         rank: rank of each adapter.
-        without: parts of the model without adapters.
+        exclude: parts of the model without adapters.
 
     Returns:
         The peft model.
@@ -36,13 +36,18 @@ def with_adapters(model: Any, rank: int, *, without: Sequence[nn.Module] = ()) -
     peft = import_peft("train.lora_rank")
     if has_adapters(model):
         raise ArgumentError(
-            f"TG-TRAIN-040: train.lora_rank is {rank}, and the model has adapters already. Two would stand on a layer. "
-            "Leave it out to go on with them, or merge them first: tracegrad merge CHECKPOINT --out DIR."
+            f"TG-TRAIN-040: train.lora_rank is {rank}, but the model has adapters already. "
+            "Leave the option out to train them further, or merge them first: tracegrad merge CHECKPOINT --out DIR."
         )
-    excluded = {id(module) for part in without for module in part.modules()}
+    excluded = {id(module) for part in exclude for module in part.modules()}
     names = [name for name, module in model.named_modules() if id(module) in excluded and isinstance(module, nn.Linear)]
-    lora_options = {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    lora_config = peft.LoraConfig(**lora_options, **({"exclude_modules": names} if names else {}))
+    lora_config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        **({"exclude_modules": names} if names else {}),
+    )
     adapted = peft.get_peft_model(model, lora_config)
     name_base(adapted)
     return adapted
@@ -68,8 +73,7 @@ def import_peft(what: str) -> Any:
         import peft
     except ImportError as error:
         raise ArgumentError(
-            f"TG-TRAIN-041: {what} needs peft, which is not installed. Without it there are no adapters. "
-            "pip install 'tracegrad[lora]'"
+            f"TG-TRAIN-041: {what} needs peft, which is not installed. Run: pip install 'tracegrad[lora]'"
         ) from error
     return peft
 
@@ -133,17 +137,17 @@ class LoraFolder:
     Args:
         path: the folder.
         base: folder of the base model.
-        told: peft's options for the adapters.
+        options: peft's options for the adapters.
     """
 
     path: Path
     base: Path
-    told: Mapping[str, Any]
+    options: Mapping[str, Any]
 
     @property
     def rank(self) -> int:
         """Rank of each adapter."""
-        return self.told["r"]
+        return self.options["r"]
 
     @classmethod
     def read(cls, path: Path, base: Path | None = None) -> "LoraFolder | None":
@@ -163,21 +167,21 @@ class LoraFolder:
             options = _parse_options(contents)
             ranks = {shape[0] for name, shape in _shapes(path / WEIGHTS).items() if ".lora_A." in name}
             if ranks != {options["r"]}:
-                raise ValueError(f"its rank is {options['r']!r:.20}, and {WEIGHTS} has {sorted(ranks)[:3]}")
+                raise ValueError(f"its rank is {options['r']!r:.20}, but {WEIGHTS} has {sorted(ranks)[:3]}")
             base_name = contents["base_model_name_or_path"]
             if base is None and not (isinstance(base_name, str) and base_name):
-                raise ValueError("it does not name the model that the adapters are of")
+                raise ValueError("it does not name the base model of the adapters")
         except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError, ReadError) as error:
             raise ReadError(
-                f"TG-TRAIN-042: {path / CONFIG}: {first_line(error)[:300]}. The adapters beside it cannot be put on a "
-                "model. Give a checkpoint of a run with train.lora_rank, or merge them with what made them."
+                f"TG-TRAIN-042: {path / CONFIG}: {first_line(error)[:300]}. The adapters in this folder cannot be "
+                "loaded. Pass a checkpoint of a run with train.lora_rank, or merge them with the tool that wrote them."
             ) from error
         adapted = cls(path, base or Path(base_name), options)
         if not (adapted.base / "config.json").is_file():
             raise ReadError(
-                f"TG-TRAIN-043: {path}: its adapters are of the model {str(adapted.base)[:200]!r}, and no folder with "
-                "a config.json is there. Without it they are no policy. Put it there, or say where it is: tracegrad "
-                f"merge {path} --base DIR --out DIR makes whole weights."
+                f"TG-TRAIN-043: {path}: its adapters need the base model {str(adapted.base)[:200]!r}, and that folder "
+                "is missing or has no config.json. Restore it, or pass its new location: tracegrad "
+                f"merge {path} --base DIR --out DIR writes full weights."
             )
         return adapted
 
@@ -188,24 +192,26 @@ class LoraFolder:
             ReadError: if the model cannot be loaded, or the adapters belong to another model.
             ArgumentError: if peft is not installed.
         """
-        peft = import_peft(f"{self.path} holds LoRA adapters and")
+        peft = import_peft(f"{self.path} contains LoRA adapters and")
         model = load_full_model(self.base)
-        options = {name: value for name, value in self.told.items() if name not in ("init_lora_weights", "task_type")}
+        options = {
+            name: value for name, value in self.options.items() if name not in ("init_lora_weights", "task_type")
+        }
         try:
             with quiet():
                 model = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
                 state = load_file(self.path / WEIGHTS)
                 current = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
                 for name in sorted(current.keys() ^ state.keys()):
-                    raise ValueError(f"{name[:120]} is in {'the model' if name in current else 'the file'} alone")
+                    raise ValueError(f"{name[:120]} is only in {'the model' if name in current else 'the file'}")
                 for name, value in current.items():
                     if value.shape != state[name].shape:
-                        raise ValueError(f"{name} is {tuple(state[name].shape)}, the model takes {tuple(value.shape)}")
+                        raise ValueError(f"{name} is {tuple(state[name].shape)}, the model needs {tuple(value.shape)}")
                 peft.set_peft_model_state_dict(model, state)
         except Exception as error:  # peft can raise anything for untrusted files.
             raise ReadError(
-                f"TG-TRAIN-044: {self.path / WEIGHTS}: {first_line(error)[:300]}. The adapters are not of the model "
-                f"{self.base}. Give the model that they were trained on."
+                f"TG-TRAIN-044: {self.path / WEIGHTS}: {first_line(error)[:300]}. The adapters do not belong to the "
+                f"model {self.base}. Pass the model on which they were trained."
             ) from error
         name_base(model)
         return model
@@ -228,7 +234,7 @@ def load_model(path: Path) -> Any:
 def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | None = None) -> Path:
     """Merge the LoRA adapters of a checkpoint, and write the full float32 weights with tokenizer and chat template.
 
-    The weights are those of peft's `merge_and_unload`. The folder `out` is created atomically.
+    The weights equal the result of peft's `merge_and_unload`. The folder `out` is created atomically.
 
     Args:
         checkpoint: folder of adapters.
@@ -247,19 +253,17 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     adapted = LoraFolder.read(checkpoint, Path(base) if base is not None else None)
     if adapted is None:
         raise ArgumentError(
-            f"TG-TRAIN-045: {checkpoint}: no {CONFIG} there. Its weights are whole, or none: there is nothing to "
-            "merge. Give a checkpoint of a run with train.lora_rank."
+            f"TG-TRAIN-045: {checkpoint}: the folder has no {CONFIG}, so there are no adapters to merge. "
+            "Pass a checkpoint of a run with train.lora_rank."
         )
     if out.exists():
-        raise ArgumentError(
-            f"TG-TRAIN-046: {out} is there. Merged weights would be mixed with what it holds. Give another --out."
-        )
+        raise ArgumentError(f"TG-TRAIN-046: {out} exists already. Pass another --out.")
     model = adapted.load()
     try:
         merged = model.merge_and_unload(safe_merge=True)
     except ValueError as error:
         raise TracegradError(
-            f"TG-TRAIN-047: {checkpoint}: {first_line(error)[:200]}. Whole weights of it would be broken. Merge an "
+            f"TG-TRAIN-047: {checkpoint}: {first_line(error)[:200]}. The merged weights would not be usable. Merge an "
             "earlier checkpoint."
         ) from error
     staged = out.with_name(f".tmp-{out.name}")
@@ -278,8 +282,8 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     except (OSError, SafetensorError, ReadError) as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise TracegradError(
-            f"TG-TRAIN-048: {out}: {first_line(error)[:200]}. The merged weights are not written. Make room or "
-            f"give another --out."
+            f"TG-TRAIN-048: {out}: {first_line(error)[:200]}. The merged weights were not written. Free space, or "
+            f"pass another --out."
         ) from error
     return out
 
@@ -287,24 +291,24 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
 def _parse_options(contents: Any) -> dict[str, Any]:
     """Return the supported options of a peft config. Every other option must have its default value."""
     if not isinstance(contents, dict) or contents.get("peft_type") != "LORA":
-        raise ValueError("it is not of LoRA adapters")
+        raise ValueError("peft_type is not LORA")
     for name, value in contents.items():
         if (
             name not in _SUPPORTED_OPTIONS
             and name not in _METADATA_OPTIONS
             and value not in (None, False, [], {}, *_INERT_DEFAULTS.get(name, ()))
         ):
-            raise ValueError(f"{name[:60]!r} is set, which is not read here")
+            raise ValueError(f"{name[:60]!r} is set, which is not supported")
     options = {name: contents[name] for name in _SUPPORTED_OPTIONS if contents.get(name) is not None}
     for name in ("target_modules", "modules_to_save"):
         names = options.get(name, [])
         if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
-            raise ValueError(f"{name} is no list of names")
+            raise ValueError(f"{name} is not a list of names")
     if type(options.get("r")) is not int or type(options.get("init_lora_weights", True)) is not bool:
-        raise ValueError("its r is no whole number, or its init_lora_weights neither true nor false")
+        raise ValueError("its r is not an integer, or its init_lora_weights is not true or false")
     return options
 
 
 def _shapes(path: Path) -> dict[str, list[int]]:
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is not a dict)

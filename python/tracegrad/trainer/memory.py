@@ -1,4 +1,4 @@
-"""The memory modes of `train.memory`, recomputation of activations, and compilation of a model's layers."""
+"""The memory modes of `train.memory_mode`, recomputation of activations, and compilation of a model's layers."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _RATE_WORDS = ("drop", "jitter", "noise")  # In transformers' names, such as att
 
 @dataclass(frozen=True)
 class Memory:
-    """The effects of one value of `train.memory`. The gradient is the same for all values, up to rounding.
+    """The effects of one value of `train.memory_mode`. The gradient is the same for all values, up to rounding.
 
     Args:
         recompute: recompute a layer's activations in the backward pass, and store only its input.
@@ -54,18 +54,18 @@ class Memory:
         """Describe the effects in one sentence for the user.
 
         >>> Memory.of("balanced").sentence(fsdp=False)
-        'layers are computed again in the backward pass, logits take 256 MiB at most'
+        'layers are recomputed in the backward pass, logits use at most 256 MiB'
         """
-        parts = ["layers are computed again in the backward pass" if self.recompute else "activations are kept"]
+        parts = ["layers are recomputed in the backward pass" if self.recompute else "activations are stored"]
         if fsdp:
             parts.append("parameters are gathered twice" if self.reshard else "parameters stay gathered in a pass")
             parts.append(
-                "gradients are reduced each batch" if self.reduce_each else "gradients are reduced once a step"
+                "gradients are reduced for each row" if self.reduce_each else "gradients are reduced once per step"
             )
         if self.chunk_bytes is not None:
-            parts.append(f"logits take {self.chunk_bytes >> 20} MiB at most")
+            parts.append(f"logits use at most {self.chunk_bytes >> 20} MiB")
         if self.foreach is False:
-            parts.append("AdamW goes parameter by parameter")
+            parts.append("AdamW updates one parameter at a time")
         return ", ".join(parts)
 
 
@@ -76,9 +76,10 @@ SPEED = Memory.of("speed")
 def out_of_memory(error: Exception, config: Config) -> str:
     """Return the error message for a device without free memory, with advice."""
     return (
-        f"the device has no memory left ({str(error).split('.')[0]}). It was not taken. Lower pack.token_budget "
-        f"({config.pack.token_budget}) or set train.memory (now {config.train.memory}) to balanced or low; the "
-        "gradient stays the same."
+        f"the device is out of memory ({str(error).split('.')[0]}). The step was not done. Lower pack.tokens_per_row "
+        f"({config.pack.tokens_per_row}), or set train.memory_mode (now {config.train.memory_mode}) to balanced "
+        f"or low. "
+        "The gradient stays the same."
     )
 
 
@@ -91,8 +92,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise ArgumentError(
-            f"TG-TRAIN-049: {type(model).__name__} has no list of layers. They cannot be sharded, recomputed or "
-            "compiled one by one. Use parallel.mode ddp or none with train.memory speed."
+            f"TG-TRAIN-049: {type(model).__name__} has no list of layers, so single layers cannot be sharded, "
+            "recomputed or compiled. Use parallel.mode ddp or none with train.memory_mode speed."
         )
     return list(max(lists, key=lambda module: sum(p.numel() for p in module.parameters())))
 

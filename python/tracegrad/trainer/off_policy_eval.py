@@ -55,7 +55,7 @@ class OffPolicyEstimate:
         return self.ess / self.traces if self.traces else 0.0
 
     @property
-    def known(self) -> bool:
+    def is_reliable(self) -> bool:
         """Whether the interval is reliable.
 
         It is not if a weight was clamped, or if the effective sample size is below `MIN_ESS` or `MIN_ESS_FRACTION` of
@@ -67,15 +67,15 @@ class OffPolicyEstimate:
     def row(self) -> dict[str, float]:
         """Return the estimate by the names of its metrics."""
         return {
-            "off_policy_value": self.value,
-            "off_policy_value_low": self.low,
-            "off_policy_value_high": self.high,
-            "off_policy_value_recorded": self.recorded,
-            "off_policy_value_ess": self.ess,
-            "off_policy_value_ess_fraction": self.ess_fraction,
-            "off_policy_value_known": int(self.known),
-            "off_policy_value_traces": self.traces,
-            "off_policy_value_clamped": self.clamped,
+            "ope": self.value,
+            "ope_low": self.low,
+            "ope_high": self.high,
+            "ope_recorded_reward": self.recorded,
+            "ope_ess": self.ess,
+            "ope_ess_fraction": self.ess_fraction,
+            "ope_reliable": int(self.is_reliable),
+            "ope_traces": self.traces,
+            "ope_clamped": self.clamped,
         }
 
 
@@ -125,7 +125,7 @@ def estimate(
 
 def difference(
     logprobs: NDArray[np.float32],
-    before: NDArray[np.float32],
+    previous_logprobs: NDArray[np.float32],
     rollout: NDArray[np.float32],
     trace: NDArray[np.integer],
     rewards: NDArray[np.float32],
@@ -133,7 +133,7 @@ def difference(
 ) -> tuple[float, float]:
     """Return the estimate under `logprobs` minus that under `before`, and half of the difference's 95 % interval.
 
-    Both use the same groups, so common errors cancel: the interval is far narrower than that of either estimate. Half
+    Both use the same groups, so common errors cancel: the interval is far narrower than for either estimate. Half
     of it is 1.96 standard errors, too narrow for fewer than about 20 groups, and NaN for a single group.
 
     >>> theta, rollout = np.log(np.array([0.9, 0.1, 0.8, 0.2], np.float32)), np.log(np.full(4, 0.5, np.float32))
@@ -142,7 +142,7 @@ def difference(
     >>> round(change, 2), half > 0
     (-0.35, True)
     """
-    estimates = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, before)]
+    estimates = [_weighted(*_usable(theta, rollout, trace, rewards, group)) for theta in (logprobs, previous_logprobs)]
     (current, _, parts), (previous, _, previous_parts) = estimates
     return current - previous, _half_width(parts - previous_parts)
 

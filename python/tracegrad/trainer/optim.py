@@ -48,12 +48,12 @@ def lr_factor(schedule: Schedule, step: int, steps: int | None = None, lr: float
     >>> [lr_factor(Schedule("linear", warmup_steps=2), step, 6) for step in range(6)]
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
-    floor, total = schedule.floor, total_schedule_steps(schedule, steps)
+    floor, total = schedule.min_lr_ratio, total_schedule_steps(schedule, steps)
     warmup = warmup_of(schedule, total)
     if total is not None and step >= total:
         raise ArgumentError(
-            f"TG-TRAIN-050: step {step + 1} of a schedule of {total} steps: past the end of '{schedule.name}' there is "
-            "no learning rate. Tell the run how many steps it takes, or leave schedule.name out."
+            f"TG-TRAIN-050: step {step + 1} is past the end of schedule '{schedule.name}', which has {total} steps. "
+            "Raise the total number of steps of the run, or leave schedule.name out."
         )
     if schedule.name not in _TRANSFORMERS_NAMES or schedule.kwargs:
         return _transformers_schedule(
@@ -89,8 +89,8 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         from transformers import get_scheduler
     except ImportError as error:
         raise ArgumentError(
-            f"TG-TRAIN-051: schedule.name {name} is transformers', and that package is not installed. No rate is "
-            "known. pip install 'tracegrad[train]'."
+            f"TG-TRAIN-051: schedule.name {name} comes from transformers, which is not installed. "
+            "Run: pip install 'tracegrad[train]'."
         ) from error
     try:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
@@ -99,8 +99,8 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         return scheduler.lr_lambdas[0]  # type: ignore[union-attr]
     except (TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(
-            f"TG-TRAIN-052: schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: transformers refuses it: "
-            f"{error}. No rate is known. Write its arguments as a JSON object."
+            f"TG-TRAIN-052: transformers rejects schedule.name {name!r} with schedule.kwargs {kwargs!r:.200}: "
+            f"{error}. Write its arguments as a JSON object."
         ) from error
 
 
@@ -114,21 +114,22 @@ def total_schedule_steps(schedule: Schedule, steps: int | None) -> int | None:
         return None
     if steps is None:
         raise ArgumentError(
-            f"TG-TRAIN-053: schedule.name is '{schedule.name}', and how many optimizer steps the run takes is not "
-            "known. What the learning rate of a step is depends on it. Pass Run(..., steps=N), or leave schedule.name "
-            "out."
+            f"TG-TRAIN-053: schedule.name '{schedule.name}' needs the total number of optimizer steps. "
+            "Pass Trainer(..., total_steps=N), or leave schedule.name out."
         )
     decay_steps = _decay_steps(schedule, steps) if schedule.name == "wsd" else 1
     warmup = warmup_of(schedule, steps)
     if warmup + decay_steps > steps:
         decay_note = (
-            f", and schedule.decay {schedule.decay:g} is the last {decay_steps}" if schedule.name == "wsd" else ""
+            f", and schedule.decay_ratio {schedule.decay_ratio:g} is the last {decay_steps}"
+            if schedule.name == "wsd"
+            else ""
         )
         warmup_option = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"
         raise ArgumentError(
-            f"TG-TRAIN-054: schedule.{warmup_option} is {getattr(schedule, warmup_option)}{decay_note}, and the run "
-            f"takes {steps} optimizer steps. It would never train at optimizer.lr. Warm up for fewer, or take more "
-            "steps."
+            f"TG-TRAIN-054: schedule.{warmup_option} is {getattr(schedule, warmup_option)}{decay_note}, but the run "
+            f"has only {steps} optimizer steps. It would never train at optimizer.lr. Shorten the warm-up, or train "
+            "for more steps."
         )
     return steps
 
@@ -142,14 +143,14 @@ def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, 
     for step in range(taken):
         if step >= shared_steps or lr_factor(schedule, step, total) != lr_factor(schedule, step, before):
             raise ArgumentError(
-                f"TG-TRAIN-055: {path}: its run was to take {before!r:.20} optimizer steps, and this one takes "
-                f"{total}. Under the schedule '{schedule.name}' step {step + 1} of {taken} would have had another "
-                f"learning rate. Take as many steps as before, or start anew with another --out and --model {path}."
+                f"TG-TRAIN-055: {path}: the saved run was planned for {before!r:.20} optimizer steps, and this run for "
+                f"{total}. Under the schedule '{schedule.name}', step {step + 1} of {taken} would have had another "
+                f"learning rate. Use as many steps as before, or start anew with another --out and --model {path}."
             )
 
 
 def _decay_steps(schedule: Schedule, steps: int) -> int:
-    return max(1, round(schedule.decay * steps))
+    return max(1, round(schedule.decay_ratio * steps))
 
 
 @dataclass
@@ -163,7 +164,7 @@ class EntropyController:
 
     >>> from tracegrad.objective import AdaptiveEntropy, EntropyBonus
     >>> from tracegrad.objective import presets
-    >>> bonus = EntropyBonus(0.01, gated=False, adapt=AdaptiveEntropy(target=0.5))
+    >>> bonus = EntropyBonus(0.01, masked=False, adapt=AdaptiveEntropy(target=0.5))
     >>> control = EntropyController(replace(presets.DAPO, entropy=bonus))
     >>> control.update([0.3, 0.5])
     >>> round(control.applied().entropy.coef, 3)
@@ -204,7 +205,7 @@ class EntropyController:
         if entropy_bonus is None or entropy_bonus.adapt is None:
             return
         included = (
-            np.asarray(keep, bool) if entropy_bonus.gated and keep is not None else np.ones(np.shape(entropy), bool)
+            np.asarray(keep, bool) if entropy_bonus.masked and keep is not None else np.ones(np.shape(entropy), bool)
         )
         sums = np.array([np.asarray(entropy, np.float64)[included].sum(), np.count_nonzero(included)])
         total, terms = sums if all_reduce is None else all_reduce(sums, "sum")

@@ -31,14 +31,14 @@ _FLOAT32_BYTES = 4  # Gradients are summed in float32.
 
 @dataclass(frozen=True)
 class CommunicationEstimate:
-    """Communication of one rank in one step. Sizes are those of the full tensor that is gathered or summed.
+    """Communication of one rank in one step. Sizes refer to the full tensor that is gathered or summed.
 
     Args:
         ranks: number of ranks that share the step.
         gathers, gather_bytes: all-gathers of parameters in the forward and backward passes.
         measure_gathers, measure_bytes: all-gathers in the passes without gradient that compute `old` and `ref`.
         sums, sum_bytes: reductions of the gradient.
-        halves: collective of a reduction: "reduce-scatter" for FSDP, "all-reduce" for DDP.
+        reduction: collective of a reduction: "reduce-scatter" for FSDP, "all-reduce" for DDP.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class CommunicationEstimate:
     measure_bytes: int
     sums: int
     sum_bytes: int
-    halves: Literal["reduce-scatter", "all-reduce"]
+    reduction: Literal["reduce-scatter", "all-reduce"]
 
     @property
     def sent_bytes(self) -> float:
@@ -57,7 +57,7 @@ class CommunicationEstimate:
         >>> CommunicationEstimate(4, 2, 800, 0, 0, 1, 400, "all-reduce").sent_bytes
         1200.0
         """
-        factor = 2 if self.halves == "all-reduce" else 1
+        factor = 2 if self.reduction == "all-reduce" else 1
         return (self.gather_bytes + self.measure_bytes + factor * self.sum_bytes) * (self.ranks - 1) / self.ranks
 
 
@@ -86,8 +86,8 @@ def estimate_communication(
     fsdp: bool,
     ranks: int,
     rows: int,
-    measured: int,
-    frozen: int,
+    policy_passes: int,
+    reference_passes: int,
     memory: Memory,
     gathered_in: int = _FLOAT32_BYTES,
 ) -> CommunicationEstimate:
@@ -98,9 +98,9 @@ def estimate_communication(
         fsdp: True for FSDP, False for DDP.
         ranks: number of ranks.
         rows: number of forward passes in the step.
-        measured: number of passes of the policy over the step without gradient, for `old`, and for `ref` if the policy
-            is its own reference.
-        frozen: number of such passes of a separate reference model.
+        policy_passes: number of passes of the policy over the step without gradient, for `old`, and for `ref` if the
+            policy is its own reference.
+        reference_passes: number of such passes of a separate reference model.
         memory: memory mode: whether layers are gathered twice, and gradients reduced with each row.
         gathered_in: bytes per gathered parameter with FSDP; 2 for bfloat16.
     """
@@ -118,8 +118,8 @@ def estimate_communication(
         ranks,
         rows * (len(groups) + (layers if memory.reshard else 0)),
         rows * (sum(full_bytes) + regathered),
-        measured * (passes * layers + 1) + frozen * rows * len(groups),
-        measured * (passes * sum(full_bytes[:-1]) + full_bytes[-1]) + frozen * rows * sum(full_bytes),
+        policy_passes * (passes * layers + 1) + reference_passes * rows * len(groups),
+        policy_passes * (passes * sum(full_bytes[:-1]) + full_bytes[-1]) + reference_passes * rows * sum(full_bytes),
         reductions * len(reduced),
         reductions * sum(reduced),
         "reduce-scatter",
@@ -172,8 +172,8 @@ class ResourceEstimate:
     """Memory, time and communication estimate of one rank. Attention is assumed not to store a score matrix.
 
     Args:
-        parameters, trained: number of parameters of the whole model, and of trained ones.
-        state_bytes: peak memory of this rank apart from a row: float32 parameters, AdamW's two moments, the gradient of
+        parameters, trained: number of all parameters of the model, and of trained ones.
+        state_bytes: peak memory of this rank without a row: float32 parameters, AdamW's two moments, the gradient of
             previous rows, parameters gathered by FSDP or buckets of DDP, and a separate reference model.
         row_bytes: memory of a row at the peak: activations, a chunk of logits, and the gradient of the LM head.
         flops: FLOPs of the longest step on this rank: forward and backward, with recomputation, without attention.
@@ -201,11 +201,11 @@ class ResourceEstimate:
         """Return the estimate as lines for a terminal."""
         total = self.state_bytes + self.row_bytes
         return [
-            f"model    {self.parameters:,} parameters, {self.trained:,} of them trained, from config.json alone",
-            f"memory   {_size(total)} a rank at most: {_size(self.state_bytes)} for parameters, gradient and AdamW, "
+            f"model    {self.parameters:,} parameters, {self.trained:,} of them trained, estimated from config.json",
+            f"memory   at most {_size(total)} per rank: {_size(self.state_bytes)} for parameters, gradient and AdamW, "
             f"{_size(self.row_bytes)} for the activations of one row",
-            f"time     {self.flops / self.rate:.3g} s a step at least: {self.flops / 1e12:.3g} TFLOP a rank, attention "
-            f"aside, at the {self.rate / 1e12:.3g} TFLOP/s of a matrix product measured here",
+            f"time     at least {self.flops / self.rate:.3g} s per step: {self.flops / 1e12:.3g} TFLOP per rank, "
+            f"without attention, at {self.rate / 1e12:.3g} TFLOP/s (a matrix product measured on this machine)",
             *self._traffic_lines(),
         ]
 
@@ -214,11 +214,12 @@ class ResourceEstimate:
             return []
         gathers = [f"{traffic.gathers:,} all-gathers of {_size(traffic.gather_bytes)}"] if traffic.gathers else []
         if traffic.measure_gathers:
-            gathers.append(f"{traffic.measure_gathers:,} of {_size(traffic.measure_bytes)} to measure old and ref")
-        sums = f"{traffic.sums:,} {traffic.halves}{'' if traffic.sums == 1 else 's'} of {_size(traffic.sum_bytes)}"
+            gathers.append(f"{traffic.measure_gathers:,} of {_size(traffic.measure_bytes)} to compute old and ref")
+        sums = f"{traffic.sums:,} {traffic.reduction}{'' if traffic.sums == 1 else 's'} of {_size(traffic.sum_bytes)}"
         return [
-            f"ranks    {self.ranks}: the busiest has {self.imbalance:.3f} of the mean's work in the most uneven step",
-            f"traffic  {', '.join([*gathers, sums])} a step; a rank sends {_size(traffic.sent_bytes)} in a ring",
+            f"ranks    {self.ranks}: in the most uneven step, the busiest rank has {self.imbalance:.3f} times "
+            f"the mean work",
+            f"traffic  {', '.join([*gathers, sums])} per step; a rank sends {_size(traffic.sent_bytes)} in a ring",
         ]
 
 
@@ -234,7 +235,7 @@ def estimate_resources(model: Path, config: Config, feed: TrainingData, ranks: i
     model_on_meta = _build_empty(model)
     cuda = torch.cuda.is_available() if config.train.device == "auto" else config.train.device.startswith("cuda")
     is_bf16 = precision_of(config, "cuda" if cuda else "cpu") == torch.bfloat16
-    memory = Memory.of(config.train.memory)
+    memory = Memory.of(config.train.memory_mode)
     mode = config.parallel.mode if config.parallel.mode != "auto" else "fsdp" if cuda else "ddp"
     shards = ranks if ranks > 1 and mode == "fsdp" else 1
     adapted = LoraFolder.read(model)
@@ -256,8 +257,8 @@ def estimate_resources(model: Path, config: Config, feed: TrainingData, ranks: i
     reference_models = int(bool(needs.ref and config.train.ref_model) or is_mixed(feed.objective, config))
     traffic_options = {"rows": max_rows, "memory": memory, "gathered_in": 2 if is_bf16 else 4}
     traffic_options |= {
-        "measured": int(needs.old) + int(needs.ref) - reference_models,
-        "frozen": reference_models,
+        "policy_passes": int(needs.old) + int(needs.ref) - reference_models,
+        "reference_passes": reference_models,
         "fsdp": mode == "fsdp",
     }
     passes = (3 if not rank else 2) + int(memory.recompute)
@@ -323,7 +324,7 @@ class _Held:
         return self.always + self.buckets + self.gathered + (self.before if is_next else 0)
 
     def after(self, *, foreach: bool) -> tuple[float, float]:
-        """Return the bytes during the optimizer's update, and those of its copy of all parameters with `foreach`."""
+        """Return the bytes during the optimizer's update, and those for its copy of all parameters with `foreach`."""
         return self.always + self.buckets + self.reduced, self.reduced if foreach else 0.0
 
 
@@ -348,7 +349,7 @@ def _build_empty(model: Path) -> Any:
 
 
 def _config_errors(model: Path) -> AbstractContextManager[None]:
-    advice = "Memory and time cannot be told. Give --model a folder of save_pretrained"
+    advice = "Memory and time cannot be estimated. Pass --model with a folder written by save_pretrained"
     return reading_errors(f"{model}: no causal language model can be built from its config.json", advice)
 
 

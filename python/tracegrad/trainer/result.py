@@ -63,7 +63,7 @@ def load_token_records(path: Path) -> list[TokenRecord]:
     steps = arrays["step"]
     wrong = [name for name, kind in _COLUMNS.items() if arrays[name].dtype != kind or arrays[name].shape != steps.shape]
     if wrong or steps.ndim != 1 or steps.dtype != np.int64 or np.any(steps[1:] < steps[:-1]):
-        raise ValueError(f"{path.name} holds no terms of steps, one after the other")
+        raise ValueError(f"{path.name} does not contain the tokens of steps in ascending order")
     ends = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)] if len(steps) else [0]
     parts = [slice(start, stop) for start, stop in pairwise(ends)]
     return [
@@ -86,33 +86,34 @@ class TrainResult:
     Args:
         step: number of optimizer steps done, out of `total`.
         total: number of planned optimizer steps.
-        stopped: why training stopped: "done", "ess" or "worse" (conditions of `[stop]`), or "signal".
+        stopped: why training stopped: "done", "ope_ess" or "ope_falls" (conditions of `[stop]`), or "signal".
         exit_code: 0, or 128 + signal.
         checkpoint: the newest checkpoint. For a run at an address, its local copy in a folder of this process, which is
             deleted when the process ends.
         rows: the rows of metrics.jsonl, including those before a resume.
-        terms: records of trained tokens of the last epoch, including those before a resume. The first rank has those of
-            all ranks, another rank its own. For `PreparedDataset`, only those of traces that a report shows.
+        terms: records of trained tokens of the last epoch, including those before a resume. The first rank has the
+            records of all ranks, another rank its own. For `PreparedDataset`, only records of traces that a report
+            shows.
         seconds: wall time by stage in seconds, including that before a resume.
-        idle: share of time in which the device had no queued work, a lower bound; None on a CPU.
-        pull: sum of |d loss / d logprob| over all trained tokens of the last epoch.
+        device_idle_share: share of time in which the device had no queued work, a lower bound; None on a CPU.
+        gradient_magnitude: sum of |d loss / d logprob| over all trained tokens of the last epoch.
         address: address of the newest checkpoint if the run is at an address, else "".
     """
 
     step: int
     total: int
-    stopped: Literal["done", "ess", "worse", "signal"]
+    stopped: Literal["done", "ope_ess", "ope_falls", "signal"]
     exit_code: int
     checkpoint: Path
     rows: list[dict[str, Any]]
     terms: list[TokenRecord]
     seconds: dict[str, float]
-    idle: float | None = None
-    pull: float = 0.0
+    device_idle_share: float | None = None
+    gradient_magnitude: float = 0.0
     address: str = ""
 
     @property
-    def best(self) -> int:
+    def best_step(self) -> int:
         """The step with the highest reliable off-policy estimate; 0 if no estimate was reliable."""
-        reliable = [row for row in self.rows if row.get("off_policy_value_known")]
-        return max(reliable, key=lambda row: row["off_policy_value"])["step"] if reliable else 0
+        reliable = [row for row in self.rows if row.get("ope_reliable")]
+        return max(reliable, key=lambda row: row["ope"])["step"] if reliable else 0

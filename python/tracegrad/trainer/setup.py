@@ -39,7 +39,7 @@ from tracegrad.trainer.optim import lr_factor
 def is_mixed(objective: Objective, config: Config) -> bool:
     """Return whether the reference is a moving mixture of the policy and the previous reference."""
     train = config.train
-    return bool(needs_of(objective, config).ref and train.ref_every) and train.ref_mixup_alpha < 1
+    return bool(needs_of(objective, config).ref and train.ref_sync_steps) and train.ref_mixup_alpha < 1
 
 
 @torch.no_grad()
@@ -63,8 +63,9 @@ def update_reference(reference: nn.Module, policy: nn.Module, alpha: float) -> N
 
 
 RESUMABLE_OPTIONS = (
-    *(f"train.{name}" for name in ("epochs", "max_steps", "off_policy_value_per_epoch", "log_to", "memory", "timeout")),
+    *(f"train.{name}" for name in ("epochs", "max_steps", "report_to", "memory_mode", "timeout_s")),
     "checkpoint.",
+    "eval.",
     "stop.",
     "parallel.",
     "schedule.steps",
@@ -75,7 +76,8 @@ OF_DATA = (
     "filter.",
     "advantage.",
     "train.seed",
-    *(f"pack.{name}" for name in ("token_budget", "step_groups", "too_long")),
+    *(f"pack.{name}" for name in ("tokens_per_row", "too_long")),
+    "train.groups_per_step",
 )
 """Options about the data. A run without a data set leaves them to its caller."""
 
@@ -87,11 +89,16 @@ Optimizers = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.opti
 def adamw(model: torch.nn.Module, config: Config) -> torch.optim.AdamW:
     """Make AdamW with the options of the config. Vectors (norms, biases) get no weight decay."""
     options = config.optimizer
-    implementation: dict[str, Any] = {"foreach": Memory.of(config.train.memory).foreach}
+    implementation: dict[str, Any] = {"foreach": Memory.of(config.train.memory_mode).foreach}
     if implementation["foreach"] is None and next(model.parameters()).is_cuda:
         implementation = {"fused": True}
-    adam_options = {"betas": (options.beta1, options.beta2), "eps": options.eps, **implementation}
-    return torch.optim.AdamW(groups_of(model, options.weight_decay), lr=options.lr, **adam_options)
+    return torch.optim.AdamW(
+        groups_of(model, options.weight_decay),
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        **implementation,
+    )
 
 
 def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -121,13 +128,13 @@ class ParametersByName:
             self.names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         except KeyError:
             raise ArgumentError(
-                f"TG-TRAIN-056: {type(optimizer).__name__} holds a parameter that is not the model's. It would train "
-                "something else. Make it from model.parameters(), after adapters are on, or pass a function of the "
+                f"TG-TRAIN-056: {type(optimizer).__name__} has a parameter that does not belong to the model. "
+                "Create it from model.parameters() after adapters are added, or pass a function of the parameter "
                 "groups."
             ) from None
 
     def of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """Put the model's current parameters into the optimizer, and return it.
+        """Set the model's current parameters in the optimizer, and return it.
 
         Raises:
             ArgumentError: if the optimizer has state and the parameters were replaced.
@@ -137,8 +144,9 @@ class ParametersByName:
             new_parameters = [current[name] for name in names]
             if self.optimizer.state and any(a is not b for a, b in zip(new_parameters, group["params"], strict=True)):
                 raise ArgumentError(
-                    f"TG-TRAIN-057: {type(self.optimizer).__name__} has taken steps, and the model is sharded anew. "
-                    "Its state is of whole parameters. Pass a new one, and resume from a checkpoint."
+                    f"TG-TRAIN-057: {type(self.optimizer).__name__} has state from earlier steps, but the model is "
+                    "sharded now. The state belongs to the unsharded parameters. Pass a new optimizer, and resume from "
+                    "a checkpoint."
                 )
             group["params"] = new_parameters
         return self.optimizer
@@ -156,8 +164,8 @@ def device_of(config: Config) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ArgumentError(
-            f"TG-TRAIN-058: train.device is {name!r}: {str(error).splitlines()[0]}. The model cannot go there. "
-            f"Leave it out for auto."
+            f"TG-TRAIN-058: train.device is {name!r}: {str(error).splitlines()[0]}. The model cannot be moved there. "
+            f"Leave the option out for auto."
         ) from error
     return device
 
@@ -175,7 +183,7 @@ def row_padding(config: Config) -> int:
     """
     if device_of(config).type != "cuda":
         return 1
-    return min(config.pack.token_budget, -(-config.pack.token_budget // (8 * BLOCK)) * BLOCK)
+    return min(config.pack.tokens_per_row, -(-config.pack.tokens_per_row // (8 * BLOCK)) * BLOCK)
 
 
 def place(model: Any, config: Config, ranks: Ranks) -> tuple[DistributedModel, torch.dtype]:
@@ -186,7 +194,7 @@ def place(model: Any, config: Config, ranks: Ranks) -> tuple[DistributedModel, t
     """
     device = device_of(config)
     precision = precision_of(config, device.type)
-    memory = Memory.of(config.train.memory)
+    memory = Memory.of(config.train.memory_mode)
     mode = auto_mode(ranks) if config.parallel.mode == "auto" else config.parallel.mode
     model.to(dtype=torch.float32).eval()
     if mode != "fsdp" and has_adapters(model):
@@ -235,35 +243,36 @@ class PreparedPolicy:
     def sentence(self, config: Config) -> str:
         """Describe device, ranks, dtype and memory mode in one sentence for the user."""
         ranks = self.target.ranks
-        where = "one process" if ranks.alone else f"{ranks.world} ranks ({self.target.mode})"
+        where = "one process" if ranks.is_single else f"{ranks.world} ranks ({self.target.mode})"
         dtype = "bf16" if self.precision == torch.bfloat16 else "fp32"
-        memory = config.train.memory
+        memory = config.train.memory_mode
         effects = self.target.memory.sentence(self.target.mode == "fsdp")
-        return (
-            f"{where} on {self.target.device.type}, {dtype} forward, fp32 parameters; train.memory {memory}: {effects}."
-        )
+        device = self.target.device.type
+        return f"{where} on {device}, {dtype} forward, fp32 parameters; train.memory_mode {memory}: {effects}."
 
 
-def prepare_policy(model: Any, config: Config, ranks: Ranks, given: Optimizers | None) -> tuple[Any, PreparedPolicy]:
+def prepare_policy(
+    model: Any, config: Config, ranks: Ranks, optimizer: Optimizers | None
+) -> tuple[Any, PreparedPolicy]:
     """Add the adapters that the config sets, move the model, and make the optimizer. Returns the model and policy."""
-    frozen = vision_encoder_modules(model) if config.images.tower == "frozen" else []
+    frozen = vision_encoder_modules(model) if config.images.vision_encoder == "frozen" else []
     for part in frozen:
         part.requires_grad_(False)
     if config.train.lora_rank:
         with torch.random.fork_rng(devices=[]):  # The adapters must be equal on all ranks.
             torch.manual_seed(config.train.seed)
-            model = with_adapters(model, config.train.lora_rank, without=frozen)
-    by_name = ParametersByName(given, model) if isinstance(given, torch.optim.Optimizer) else None
-    if given is not None:
+            model = with_adapters(model, config.train.lora_rank, exclude=frozen)
+    by_name = ParametersByName(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else None
+    if optimizer is not None:
         check_optimizer(config)
     target, precision = place(model, config, ranks)
-    if given is None:
+    if optimizer is None:
         return model, PreparedPolicy(target, precision, adamw(model, config))
     if by_name is not None:
         optimizer = by_name.of(model)
     else:
-        assert callable(given)
-        optimizer = given(groups_of(model, 0.0))
+        assert callable(optimizer)
+        optimizer = optimizer(groups_of(model, 0.0))
     rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
     return model, PreparedPolicy(target, precision, optimizer, rates)
 
@@ -284,11 +293,11 @@ def other_model(
     return wrap(model, mode, ranks=ranks, device=target.device, precision=policy.precision, memory=target.memory)
 
 
-def first_reference(given: Any, model: Any, objective: Objective, config: Config, *, keep_start: bool) -> Any:
+def first_reference(reference: Any, model: Any, objective: Objective, config: Config, *, keep_start: bool) -> Any:
     """Return the initial reference model if it is a model of its own, else None.
 
     Args:
-        given: the caller's reference model, or None.
+        reference: the caller's reference model, or None.
         model: the policy before the first step and before the config's adapters are added.
         objective: the objective of the run.
         config: the options of the run.
@@ -298,23 +307,23 @@ def first_reference(given: Any, model: Any, objective: Objective, config: Config
         ArgumentError: if `given` would have no effect, or the reference would be a mixture of models with adapters.
     """
     train = config.train
-    if given is not None:
-        if not needs_of(objective, config).ref or train.ref_every or train.ref_model:
+    if reference is not None:
+        if not needs_of(objective, config).ref or train.ref_sync_steps or train.ref_model:
             raise ArgumentError(
-                "TG-TRAIN-059: reference has no effect: the objective takes none, or train.ref_every or "
-                "train.ref_model say what it is. Two answers to one question hide a mistake. Leave it out."
+                "TG-TRAIN-059: reference has no effect: the objective needs no reference, or train.ref_sync_steps or "
+                "train.ref_model defines it. Leave the argument out."
             )
-        return given
+        return reference
     adapters = train.lora_rank or has_adapters(model)
     if is_mixed(objective, config):
         if adapters:
             raise ArgumentError(
-                f"TG-TRAIN-060: train.ref_mixup_alpha is {train.ref_mixup_alpha:g}, and the model has adapters. A "
-                "reference of mixed weights is a second whole model. Set train.ref_mixup_alpha to 1, or train without "
-                "adapters."
+                f"TG-TRAIN-060: train.ref_mixup_alpha is {train.ref_mixup_alpha:g}, but the model has adapters. A "
+                "reference with mixed weights would be a second full model. Set train.ref_mixup_alpha to 1, or train "
+                "without adapters."
             )
         return deepcopy(model)
-    is_fixed = objective.needs.ref and not (train.ref_model or train.ref_every or adapters)
+    is_fixed = objective.requirements.ref and not (train.ref_model or train.ref_sync_steps or adapters)
     return deepcopy(model) if keep_start and is_fixed else None
 
 
@@ -324,8 +333,8 @@ def check_optimizer(config: Config) -> None:
     for name in ("lr", "beta1", "beta2", "eps", "weight_decay"):
         if values[f"optimizer.{name}"] != defaults[f"optimizer.{name}"][1]:
             raise ArgumentError(
-                f"TG-TRAIN-061: optimizer.{name} has no effect: the run was given an optimizer. Two answers to one "
-                "question hide a mistake. Set it there, and leave it out here."
+                f"TG-TRAIN-061: optimizer.{name} has no effect: you passed an optimizer. "
+                "Set the value in that optimizer, and leave the option out."
             )
 
 
@@ -362,8 +371,8 @@ def embeddings_of(model: Any) -> int:
 
 def _vocabulary_error(where: str, token: int, size: int) -> ArgumentError:
     return ArgumentError(
-        f"TG-TRAIN-062: {where}: token id {token} stands in it, and the model has {size} embeddings. They are of "
-        "another tokenizer. Align with the tokenizer of the model that is trained."
+        f"TG-TRAIN-062: {where}: token id {token} occurs, but the model has {size} embeddings. The ids belong to "
+        "another tokenizer. Align with the tokenizer of the model that you train."
     )
 
 
@@ -378,29 +387,31 @@ def check_media(data: Sequences | Dataset, model: Any) -> list[str]:
     if affected:
         raise ArgumentError(
             f"TG-TRAIN-063: {len(affected)} of {source.catalog.traces} traces, '{affected[0]}' first, are trained "
-            f"behind a picture, video or sound. {type(model).__name__} would not see it, as its decoder runs without a "
-            "tower: logprobs would be nats off. Leave these traces out."
+            f"after an image, video or audio. {type(model).__name__} would run without its encoder for these media, "
+            "so logprobs would be wrong by nats. Leave these traces out."
         )
-    if not vision_encoder_modules(model) and source.shows_pictures:
+    if not vision_encoder_modules(model) and source.has_images:
         raise ArgumentError(
-            f"TG-TRAIN-064: the traces hold pictures, and {type(model).__name__} takes none. It would not see what the "
-            "policy saw. Give --model the image-text model that sampled them."
+            f"TG-TRAIN-064: the traces contain images, but {type(model).__name__} does not accept images. "
+            "Pass --model with the image-text model that sampled them."
         )
     count = int(source.catalog.media.sum())
-    return [f"{count} traces hold pictures, videos or sounds: nothing sampled behind one is trained."] if count else []
+    return [f"{count} traces contain images, videos or audio: tokens after them are not trained."] if count else []
 
 
 def check_images_on_ranks(data: Sequences | Dataset, target: DistributedModel, config: Config) -> None:
     """Reject images if all ranks must run the vision encoder equally often: rows differ in their number of images."""
-    if target.mode != "fsdp" and (target.ranks.alone or config.images.tower == "frozen"):
+    if target.mode != "fsdp" and (target.ranks.is_single or config.images.vision_encoder == "frozen"):
         return
-    if as_dataset(data).shows_pictures:
+    if as_dataset(data).has_images:
         is_fsdp = target.mode == "fsdp"
-        setting = "parallel.mode is fsdp" if is_fsdp else "images.tower is trained on several ranks"
-        advice = "Set parallel.mode ddp or none" if is_fsdp else "Leave images.tower frozen, or train on one rank"
+        setting = "parallel.mode is fsdp" if is_fsdp else "images.vision_encoder is trained on several ranks"
+        advice = (
+            "Set parallel.mode ddp or none" if is_fsdp else "Leave images.vision_encoder frozen, or train on one rank"
+        )
         raise ArgumentError(
-            f"TG-TRAIN-065: the traces hold pictures, and {setting}. Every rank would have to run the tower as often "
-            f"as the others, and a row has as many pictures as it has. {advice}."
+            f"TG-TRAIN-065: the traces contain images, and {setting}. Every rank would have to run the vision encoder "
+            f"equally often, but rows differ in their number of images. {advice}."
         )
 
 
@@ -417,25 +428,25 @@ def _traces_after_media(sequences: Sequences, media: tuple[int, ...]) -> list[st
     return [sequences.trace_name(int(trace)) for trace in np.unique(sequences.trace[first < last])]
 
 
-def check_same(path: Path, progress: Progress, told: dict[str, Any], fingerprint: str) -> None:
-    """Reject a resume with other options or data than those of the checkpoint.
+def check_same(path: Path, progress: Progress, options: dict[str, Any], fingerprint: str) -> None:
+    """Reject a resume if its options or data differ from the checkpoint's.
 
     Args:
         path: the checkpoint.
         progress: its progress.
-        told: the options of this run, by dotted name.
+        options: the options of this run, by dotted name.
         fingerprint: hash of the data; "" if the run has no data set, and options about data are not compared.
     """
     exempt = RESUMABLE_OPTIONS if fingerprint else (*RESUMABLE_OPTIONS, *OF_DATA)
-    for name, value in told.items():
+    for name, value in options.items():
         saved = progress.config.get(name)
         if saved != value and not name.startswith(exempt):
             raise ArgumentError(
-                f"TG-TRAIN-066: {path}: {name} was {repr(saved)[:80]} and is now {value!r}. The run would not be the "
-                f"one that is resumed. Set it back, or start anew with another --out and --model {path}."
+                f"TG-TRAIN-066: {path}: {name} was {repr(saved)[:80]} and is now {value!r}. A resumed run must keep "
+                f"it. Set it back, or start anew with another --out and --model {path}."
             )
     if progress.fingerprint != fingerprint:
         raise ArgumentError(
-            f"TG-TRAIN-067: {path}: the traces are not those that the run was started with. Its steps would be others. "
-            f"Give the same traces, or start anew with another --out and --model {path}."
+            f"TG-TRAIN-067: {path}: the traces differ from the traces with which the run was started. "
+            f"Pass the same traces, or start anew with another --out and --model {path}."
         )

@@ -1,6 +1,6 @@
 """One optimizer step: forward, correction, objective, backward, clipping, update.
 
-The gradient is that of the whole step, however its tokens are divided into rows. On CUDA, `DeviceIdleMeter` measures
+The gradient covers all tokens of the step, however they are divided into rows. On CUDA, `DeviceIdleMeter` measures
 how long the device waits for the host.
 """
 
@@ -78,7 +78,7 @@ class DeviceIdleMeter:
         self._idle_ms, self._total_ms = self._idle_ms + idle, self._total_ms + duration
         return idle / duration if duration > 0 else 0.0
 
-    def overall(self) -> float | None:
+    def total_share(self) -> float | None:
         """Return the idle share over all intervals that `share` measured; None if there are none."""
         return self._idle_ms / self._total_ms if self._total_ms > 0 else None
 
@@ -91,14 +91,14 @@ class StepResult:
     """The result of one optimizer step. Arrays are [M] in the step's order, detached, on the CPU.
 
     For tokens whose logit row was left out (`left_out`), logprob, entropy and ratio are NaN and the gradient is 0;
-    weight and keep are those of the correction.
+    weight and keep come from the correction.
 
     Args:
-        loss: loss of the whole step.
-        grad_norm: norm of the whole gradient, before clipping.
+        loss: loss of the step.
+        grad_norm: norm of the full gradient, before clipping.
         corrected: weight, keep, scale and the metrics of the correction.
         logprobs, entropy: of the policy before the update, in nats.
-        ratio: ratio of the surrogate, at its level; 1 if it takes none.
+        ratio: ratio of the surrogate, at its level; 1 if it uses none.
         clipped: whether clipping removed the token's gradient (`Surrogate.clipped`).
         gradient: d loss / d logprob.
         weight: product of all weights, including those that depend on the trained policy; 1 if `keep` is False.
@@ -123,11 +123,11 @@ def optimizer_step(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
     *,
-    missing: Literal["mask", "neutral", "refuse"] = "mask",
+    missing_logprobs: Literal["mask", "ratio_one", "error"] = "mask",
     grad_clip: float = 0.0,
     precision: torch.dtype = torch.float32,
     corrected: Correction | None = None,
-    left_out: NDArray[np.bool_] | None = None,
+    skip_tokens: NDArray[np.bool_] | None = None,
     idle: DeviceIdleMeter | None = None,
     check: Callable[[Floats], None] | None = None,
 ) -> StepResult:
@@ -138,11 +138,11 @@ def optimizer_step(
         step: this rank's step, with the old and reference logprobs that the objective needs.
         objective: the objective.
         optimizer: optimizer over the model's parameters.
-        missing: treatment of tokens without a rollout logprob, as in `correct`.
+        missing_logprobs: treatment of tokens without a rollout logprob, as in `correct`.
         grad_clip: maximum norm of the gradient; 0 disables clipping.
         precision: bfloat16 runs the forward pass under autocast.
         corrected: the result of `correct_step(step, ...)`; default computed here.
-        left_out: [M] bool, tokens that can change neither loss nor gradient (`Step.idle`); they get no logit row.
+        skip_tokens: [M] bool, tokens that can change neither loss nor gradient (`Step.idle`); they get no logit row.
         idle: measures the device's idle time.
         check: called with the [M] logprobs of the policy before the update. If it raises on any rank, the parameters of
             all ranks stay unchanged.
@@ -155,13 +155,15 @@ def optimizer_step(
     ranks = target.ranks
     check_exchanged(target)
     verify_batches(target, step.batches)
-    corrected = corrected or correct_step(step, objective, missing, None if ranks.alone else ranks.all_reduce)
+    corrected = corrected or correct_step(
+        step, objective, missing_logprobs, None if ranks.is_single else ranks.all_reduce
+    )
     optimizer.zero_grad(set_to_none=True)
-    batches = step.batches if left_out is None else tuple(b.without(left_out[b.term]) for b in step.batches)
+    batches = step.batches if skip_tokens is None else tuple(b.drop_tokens(skip_tokens[b.term]) for b in step.batches)
     losses = _accumulate(target, step, batches, objective, corrected, precision, idle or DeviceIdleMeter(target.device))
     arrays = losses.arrays(batches, _defaults(len(step), corrected))
     if check is not None:
-        ranks.agree(_refusal(check, arrays["logprobs"]))
+        ranks.raise_on_all(_refusal(check, arrays["logprobs"]))
     norm = _update(target, optimizer, grad_clip)
     return StepResult(loss=ranks.sum(losses.loss()), grad_norm=norm, corrected=corrected, **arrays)
 
@@ -190,15 +192,15 @@ def _defaults(terms: int, corrected: Correction) -> dict[str, NDArray[Any]]:
 class _Losses:
     """The losses of the batches of a step, kept on the device and copied to the host once, after the last batch."""
 
-    found: list[PolicyLoss] = field(default_factory=list)
+    results: list[PolicyLoss] = field(default_factory=list)
 
     def loss(self) -> float:
-        return sum(float(result.loss.detach()) for result in self.found)
+        return sum(float(result.loss.detach()) for result in self.results)
 
     def arrays(self, batches: Sequence[Batch], out: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """Fill the arrays `out`, [M] each, in the step's order."""
         for name, values in out.items():
-            for batch, result in zip(batches, self.found, strict=True):
+            for batch, result in zip(batches, self.results, strict=True):
                 is_own = name in ("logprobs", "entropy", "gradient")
                 values[batch.term] = getattr(result if is_own else result.per_term, name).cpu().numpy()
         return out
@@ -216,17 +218,17 @@ def _accumulate(
     """Run the forward and backward passes of all batches; the next batch is copied to the device in the meantime."""
     losses = _Losses()
     for number, batch in enumerate(prefetch(batches, target.device), start=1):
-        with idle.busy(), target.last(number == len(batches)):
+        with idle.busy(), target.gradient_sync(number == len(batches)):
             loss, loss_result = target.loss(batch, step.terms(batch, corrected), objective, precision)
             loss.backward()
-        losses.found.append(replace(loss_result, loss=loss_result.loss.detach()))
+        losses.results.append(replace(loss_result, loss=loss_result.loss.detach()))
     return losses
 
 
 def correct_step(
     step: Step,
     objective: Objective,
-    missing: Literal["mask", "neutral", "refuse"],
+    missing_logprobs: Literal["mask", "ratio_one", "error"],
     all_reduce: AllReduce | None = None,
     **other: Any,
 ) -> Correction:
@@ -235,11 +237,11 @@ def correct_step(
     Args:
         step: the step, with the logprobs that the objective needs.
         objective: the objective.
-        missing: treatment of tokens without a rollout logprob, as in `correct`.
+        missing_logprobs: treatment of tokens without a rollout logprob, as in `correct`.
         all_reduce: the reduction over ranks; None for one process.
         other: replacements of arguments that come from the objective.
     """
-    needs = objective.needs
+    needs = objective.requirements
     zeros = None if needs.rollout else np.zeros_like(step.advantages)  # Without a ratio, only keep and scale matter.
     return correct(
         step.old_logprobs if needs.old else zeros,
@@ -253,7 +255,7 @@ def correct_step(
         totals=step.totals,
         group_terms=step.group_terms,
         group_traces=step.group_traces,
-        missing=missing,
+        missing_logprobs=missing_logprobs,
         all_reduce=all_reduce,
     )
 
@@ -264,7 +266,7 @@ def compute_logprobs(model: Any, batches: Sequence[Batch], precision: torch.dtyp
     verify_batches(target, batches)
     with torch.no_grad():
         logprobs = [target.forward(batch.to(target.device), precision)[0] for batch in batches]
-    target.rest()
+    target.reshard()
     return [values.cpu().numpy() for values in logprobs]
 
 
@@ -275,8 +277,8 @@ def _update(target: DistributedModel, optimizer: torch.optim.Optimizer, grad_cli
     if not math.isfinite(norm):
         optimizer.zero_grad(set_to_none=True)
         raise TracegradError(
-            f"TG-TRAIN-068: the norm of the gradient is {norm}. The step would turn every parameter into NaN, so it "
-            "was not taken. Lower optimizer.lr or set optimizer.grad_clip, and go on from the last checkpoint with "
+            f"TG-TRAIN-068: the norm of the gradient is {norm}. The update would turn every parameter into NaN, so it "
+            "was not done. Lower optimizer.lr or set optimizer.grad_clip, and continue from the last checkpoint with "
             "--resume."
         )
     torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, full_tensor(total))

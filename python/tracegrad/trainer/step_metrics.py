@@ -51,14 +51,14 @@ def step_metrics(
     return {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
-        "terms": terms,
+        "tokens_trained": terms,
         "traces": step.totals.traces - step.skipped.traces,
         "tokens": tokens,
-        **({} if ranks.alone else {"imbalance": step.imbalance}),
+        **({} if ranks.is_single else {"imbalance": step.imbalance}),
         **tally(step, outcome, objective, ranks.first, version).all_reduce(ranks.all_reduce).means(),
-        **({} if rewards is None else rewards_of(step, rewards, ranks).named()),
-        **({} if endings is None else completions_of(step, endings).all_reduce(ranks.all_reduce).named()),
-        **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).named(),
+        **({} if rewards is None else rewards_of(step, rewards, ranks).values()),
+        **({} if endings is None else completions_of(step, endings).all_reduce(ranks.all_reduce).values()),
+        **off_policy(step, outcome, newest if version is None else version).all_reduce(ranks.all_reduce).values(),
         **{f"correction/{name}": float(value) for name, value in outcome.corrected.metrics.items()},
     }
 
@@ -72,8 +72,8 @@ def check_rewards(rewards: NDArray[np.float32], step: Step) -> NDArray[np.float3
     rewards = _validation.floats(rewards, "rewards", np.float32)
     if len(rewards) <= (highest := int(np.max(step.trace, initial=-1))):
         raise ArgumentError(
-            f"TG-TRAIN-069: rewards has {len(rewards)} entries, and trace {highest} has a term in the step. Its reward "
-            "is not known. Pass those of all traces that were packed: sequences.rewards[:, 0]."
+            f"TG-TRAIN-069: rewards has {len(rewards)} entries, but trace {highest} has a trained token in the step. "
+            "Pass the rewards of all packed traces: sequences.rewards[:, 0]."
         )
     return rewards
 
@@ -96,7 +96,7 @@ def completions_of(step: Step, endings: NDArray[np.uint8]) -> MetricSums:
     traces, owner = np.unique(step.trace, return_inverse=True)
     prompts = np.full(len(traces), np.iinfo(np.int64).max)
     for batch in step.batches:
-        np.minimum.at(prompts, owner[batch.term], batch.positions[batch.read[batch.row]].astype(np.int64) + 1)
+        np.minimum.at(prompts, owner[batch.term], batch.positions[batch.read[batch.logit_row]].astype(np.int64) + 1)
     sampled = np.bincount(owner, minlength=len(traces))
     laid_out = prompts < np.iinfo(np.int64).max
     return completions(np.where(laid_out, prompts, 0), sampled, endings[traces] == TRUNCATED)
@@ -117,8 +117,8 @@ def tally(
     keep = outcome.keep & computed_mask
     sums.add("entropy", outcome.entropy[computed_mask].sum(dtype=np.float64), computed)
     recorded = int(np.count_nonzero(~np.isnan(step.rollout_logprobs)))
-    sums.add("frac_old_logprobs_valid", recorded, terms)
-    sums.add("frac_old_logprobs_valid_all", recorded, step.branch_tokens)
+    sums.add("rollout_logprob_coverage", recorded, terms)
+    sums.add("rollout_logprob_coverage_all", recorded, step.branch_tokens)
     if objective.ratio is not None:
         ratio = outcome.ratio[keep].astype(np.float64)
         sums.add("ratio_mean", ratio.sum(), len(ratio))
@@ -127,9 +127,9 @@ def tally(
             sums.add("clip_fraction", (outcome.clipped & keep).sum(), computed)
         if objective.surrogate.bounds is not None:
             low, high = objective.surrogate.bounds
-            sums.add("clip_fraction_any", ((ratio < low) | (ratio > high)).sum(), computed)
+            sums.add("clip_fraction_unsigned", ((ratio < low) | (ratio > high)).sum(), computed)
     if version is not None:
-        lag = step.lag(version)
+        lag = step.staleness(version)
         sums.add("staleness_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
         sums.maximum("staleness_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
     first_of_trace = np.unique(step.trace, return_index=True)[1]
@@ -157,5 +157,5 @@ def off_policy(step: Step, outcome: StepResult, version: int | None = None) -> O
         gradient=outcome.gradient,
         turn=step.turn,
         tier=step.tier,
-        lag=step.lag(version),
+        lag=step.staleness(version),
     )

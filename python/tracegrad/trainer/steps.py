@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.config import Config, Filter, split_names
+from tracegrad.config import Config, Filter
 from tracegrad.data.codes import ENDINGS, NO_TIER, TIERS, TRUNCATED
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
@@ -34,61 +34,61 @@ def effective_rewards(rewards: Floats, source: Dataset, options: Filter) -> Floa
     return np.where(has_reward & (catalog.ending == TRUNCATED), np.float32(0), rewards)
 
 
-def filter_traces(rewards: Floats, catalog: TraceTable, of: Flags, options: Filter) -> tuple[Flags, list[str]]:
+def filter_traces(rewards: Floats, catalog: TraceTable, candidates: Flags, options: Filter) -> tuple[Flags, list[str]]:
     """Apply the filters that look at one trace at a time.
 
-    A trace without a reward passes the reward bounds. A trace with a token of unknown version fails `max_lag`.
+    A trace without a reward passes the reward bounds. A trace with a token of unknown version fails `max_staleness`.
 
     Args:
         rewards: [R] rewards.
         catalog: table of the R traces.
-        of: [R] bool, the traces to filter.
+        candidates: [R] bool, the traces to filter.
         options: section `filter` of the config.
 
     Returns:
         [R] bool, the traces that pass; and one sentence per active filter.
 
     Raises:
-        ArgumentError: for `max_lag` if no token has a version.
+        ArgumentError: for `max_staleness` if no token has a version.
     """
     newest = int(catalog.version_max.max(initial=-1))
-    if options.max_lag >= 0 and newest < 0:
+    if options.max_staleness >= 0 and newest < 0:
         raise ArgumentError(
-            "TG-TRAIN-070: filter.max_lag has no effect: no trace says which version of the policy sampled it. An "
-            "option that does nothing hides a mistake. Leave it out, or say where the records hold it: --map.version "
+            "TG-TRAIN-070: filter.max_staleness has no effect: no trace records the policy version that sampled it. "
+            "Leave the option out, or pass the field that contains the version: --map.version "
             "PATH."
         )
-    worst = TIERS.index(options.worst_tier)
+    worst = TIERS.index(options.worst_level)
     rejected = {
         "min_reward": rewards < options.min_reward,
         "max_reward": rewards > options.max_reward,
         "min_turns": catalog.turns < options.min_turns,
         "max_turns": (catalog.turns > options.max_turns) & (options.max_turns > 0),
-        "worst_tier": (catalog.tier > worst) & (catalog.tier != NO_TIER),
-        "max_lag": ((catalog.version_min < 0) | (catalog.version_min < newest - options.max_lag))
-        & (options.max_lag >= 0),
+        "worst_level": (catalog.tier > worst) & (catalog.tier != NO_TIER),
+        "max_staleness": ((catalog.version_min < 0) | (catalog.version_min < newest - options.max_staleness))
+        & (options.max_staleness >= 0),
     }
-    remaining, notes, default = of.copy(), [], Filter()
+    remaining, notes, default = candidates.copy(), [], Filter()
     for name, dropped in rejected.items():
         if getattr(options, name) != getattr(default, name):
             notes.append(
-                f"{int((remaining & dropped).sum())} of {int(remaining.sum())} traces are left out: filter.{name}."
+                f"{int((remaining & dropped).sum())} of {int(remaining.sum())} traces are left out by filter.{name}."
             )
             remaining &= ~dropped
     return remaining, notes
 
 
 def zero_std_groups(rewards: Floats, group: NDArray[np.int32], used: Flags, config: Config) -> Flags:
-    """Return [R] bool: traces of zero-std groups, if `filter.even_groups` drops them.
+    """Return [R] bool: traces of zero-std groups, if `filter.drop_zero_std_groups` drops them.
 
-    A group counts as zero-std if no two known rewards of its used traces differ by more than `filter.tolerance`. A
-    single trace is not dropped if `advantage.singleton` keeps its reward.
+    A group counts as zero-std if no two known rewards of its used traces differ by more than
+    `filter.zero_std_tolerance`. A single trace is not dropped if `advantage.single_sample_group` keeps its reward.
     """
-    if not config.filter.even_groups:
+    if not config.filter.drop_zero_std_groups:
         return np.zeros(len(rewards), bool)
     spread, count = _spread(rewards, group, np.isfinite(rewards) & used)
-    keeps_single = (count == 1) & (config.advantage.singleton == "keep")
-    return ~(spread > config.filter.tolerance) & ~keeps_single
+    keeps_single = (count == 1) & (config.advantage.single_sample_group == "keep")
+    return ~(spread > config.filter.zero_std_tolerance) & ~keeps_single
 
 
 def find_masked_traces(rewards: Floats, catalog: TraceTable, of: Flags, options: Filter) -> Flags:
@@ -96,12 +96,12 @@ def find_masked_traces(rewards: Floats, catalog: TraceTable, of: Flags, options:
 
     Only groups with several trainable traces count as zero-std here.
     """
-    truncated = of & (catalog.ending == TRUNCATED) & options.truncated
-    if not options.mask_even:
+    truncated = of & (catalog.ending == TRUNCATED) & options.mask_truncated
+    if not options.mask_zero_std_groups:
         return truncated
     trainable = of & np.isfinite(rewards) & ~truncated & (catalog.terms > 0)
     spread, count = _spread(rewards, catalog.group, trainable)
-    return truncated | (of & (count > 1) & ~(spread > options.tolerance))
+    return truncated | (of & (count > 1) & ~(spread > options.zero_std_tolerance))
 
 
 def describe_masked(rewards: Floats, source: Dataset, taken: Flags, options: Filter) -> tuple[list[str], str]:
@@ -110,31 +110,35 @@ def describe_masked(rewards: Floats, source: Dataset, taken: Flags, options: Fil
     Returns:
         Sentences about what is masked; and the reason if nothing is left to train, else "".
     """
-    if not (options.truncated or options.mask_even):
+    if not (options.mask_truncated or options.mask_zero_std_groups):
         return [], ""
     catalog = source.catalog
     trainable = taken & (catalog.terms > 0)
-    if options.truncated:
-        _check_endings_known(source, trainable, "filter.truncated", "would be trained on")
+    if options.mask_truncated:
+        _check_endings_known(source, trainable, "filter.mask_truncated", "would be trained on")
     masked_traces = find_masked_traces(rewards, catalog, taken, options)
-    truncated_traces = masked_traces & (catalog.ending == TRUNCATED) & options.truncated
+    truncated_traces = masked_traces & (catalog.ending == TRUNCATED) & options.mask_truncated
     truncated_count, even, notes = int(truncated_traces.sum()), int((masked_traces & ~truncated_traces).sum()), []
     if truncated_count:
         notes.append(
-            f"{truncated_count} of {int(trainable.sum())} traces were cut off and are masked: filter.truncated."
+            f"{truncated_count} of {int(trainable.sum())} traces are truncated and masked (filter.mask_truncated)."
         )
     if even:
-        notes.append(f"{even} traces of groups in which all rewards are equal are masked: filter.mask_even.")
+        notes.append(
+            f"{even} traces are masked because all rewards of their group are equal (filter.mask_zero_std_groups)."
+        )
     if (trainable & ~masked_traces).any():
         return notes, ""
     if not even:
         return notes, (
-            f"all {truncated_count} traces were cut off, and filter.truncated masks them. There is nothing to learn. "
-            "Record with a higher limit of tokens, or leave filter.truncated out."
+            f"all {truncated_count} traces are truncated, and filter.mask_truncated masks them. There is "
+            f"nothing to learn. "
+            "Record with a higher token limit, or leave filter.mask_truncated out."
         )
     return notes, (
-        f"in no group do rewards differ, and filter.mask_even masks {even} traces. There is nothing to learn. Leave "
-        "filter.mask_even out, or give traces whose rewards differ within a group."
+        f"rewards do not differ within any group, and filter.mask_zero_std_groups masks {even} traces. There is "
+        f"nothing "
+        "to learn. Leave filter.mask_zero_std_groups out, or pass traces whose rewards differ within a group."
     )
 
 
@@ -154,9 +158,9 @@ def _check_endings_known(source: Dataset, traces: Flags, option: str, consequenc
     if len(unknown):
         name = source.trace_name(int(unknown[0]))
         raise ArgumentError(
-            f"TG-TRAIN-071: trace '{name}' and {len(unknown) - 1} more do not say how they ended: the last generation "
-            "has neither a finish_reason nor a stop token, or was prepared before endings were kept. Those that were "
-            f"cut off {consequence}. Record finish_reason, prepare again, or leave {option} out."
+            f"TG-TRAIN-071: the end of trace '{name}' and {len(unknown) - 1} more is unknown: the last generation "
+            "has neither a finish_reason nor a stop token, or was prepared by an older version. Truncated traces "
+            f"{consequence}. Record finish_reason, prepare again, or leave {option} out."
         )
 
 
@@ -170,22 +174,18 @@ def input_weights(source: Dataset, config: Config) -> tuple[float, ...]:
         ArgumentError: unless there is one positive number for each of several inputs, or if a group is in two inputs of
             different weights.
     """
-    setting = config.mixture.weights
-    if not setting:
+    weights = config.mixture.weights
+    if not weights:
         return ()
     if source.inputs < 2:
         raise ArgumentError(
-            "TG-TRAIN-072: mixture.weights has no effect: there is one input. An option that does nothing hides a "
-            "mistake. Leave it out, or give several prepared folders."
+            "TG-TRAIN-072: mixture.weights has no effect: there is only one input. Leave the option out, or pass "
+            "several prepared folders."
         )
-    try:
-        weights = [float(weight) for weight in split_names(setting)]
-    except ValueError:
-        weights = []
     if len(weights) != source.inputs or not all(0 < weight < float("inf") for weight in weights):
         raise ArgumentError(
-            f"TG-TRAIN-073: mixture.weights is {setting!r:.80}, and there are {source.inputs} inputs. How often each "
-            "is taken is not known. Give one number above 0 for each, with commas between."
+            f"TG-TRAIN-073: mixture.weights is {list(weights)!s:.80}, but there are {source.inputs} inputs. "
+            "Pass one number above 0 for each input."
         )
     relative = tuple(weight / max(weights) for weight in weights)
     catalog = source.catalog
@@ -195,8 +195,8 @@ def input_weights(source: Dataset, config: Config) -> tuple[float, ...]:
     np.maximum.at(high, catalog.group, of_trace)
     if len(mixed := np.flatnonzero((low < high)[catalog.group])):
         raise ArgumentError(
-            f"TG-TRAIN-074: the group of trace '{source.trace_name(int(mixed[0]))}' stands in inputs of unlike "
-            "weights, and a group is taken whole or not. Give its traces other groups, or the inputs one weight."
+            f"TG-TRAIN-074: the group of trace '{source.trace_name(int(mixed[0]))}' is in inputs with different "
+            "weights, and a group cannot be split. Use other group names, or the same weight for these inputs."
         )
     return relative if min(relative) < 1 else ()
 
@@ -299,7 +299,7 @@ def pack_step(
     recorded, rollout = sequences.trainable, np.asarray(sequences.rollout_logprobs)[sequences.trainable]
     if not trained[rows].all():
         sequences = replace(sequences, trainable=sequences.trainable & np.repeat(trained[rows], catalog.tokens[rows]))
-    count_option = {} if counted is None else {"counted": counted[rows]}
+    count_option = {} if counted is None else {"count_always": counted[rows]}
     [step] = pack(sequences, advantages[rows], per="trace", **count_option, **how)
     here = np.cumsum(recorded, dtype=np.int64)[step.origin] - 1
     if len(rows) < catalog.traces:
@@ -318,9 +318,9 @@ def count_laid_out_tokens(source: Dataset, rows: Rows, **how: Any) -> NDArray[np
         how: further arguments of `packing.measure`.
 
     Raises:
-        ArgumentError: if a trace is too long and `too_long` is "refuse".
+        ArgumentError: if a trace is too long and `too_long` is "error".
     """
-    refuses = how["too_long"] == "refuse"
+    refuses = how["too_long"] == "error"
     options = {**how, "too_long": "drop"} if refuses else how
     laid_out = np.concatenate([measure(source.take(part), **options) for part in pieces(rows, source.catalog)])
     shortened = rows[laid_out < source.catalog.terms[rows]]
@@ -370,22 +370,22 @@ class TrainingData:
         source: the data set.
         rewards: [R] float32, the trained reward; 0 for truncated traces if `filter.zero_truncated` is set.
         advantages: [R] float32; 0 for held-out traces. With `reward_kl`, the advantages before the penalty.
-        held: [R] bool, held-out traces.
-        used: [R] bool, traces that are not held out and pass the per-trace filters; advantages compare these.
-        objective, config: those of the run.
+        held_out: [R] bool, held-out traces.
+        eligible: [R] bool, traces that are not held out and pass the per-trace filters; advantages compare these.
+        objective, config: the objective and the options of the run.
         notes: sentences for the user about the traces.
         ranks, rank: number of processes that share each step, and the number of this process.
         shape: model shape, for estimates of the cost of rows.
         bucket: row lengths are padded to a multiple of this number of tokens.
-        trees: whether the model can run rows with shared prefixes, if the config enables them.
-        shares_of_inputs: the result of `input_weights`.
+        allow_prefix_sharing: whether the model can run rows with shared prefixes, if the config enables them.
+        input_weights: the result of `input_weights`.
     """
 
     source: Dataset
     rewards: NDArray[np.float32]
     advantages: NDArray[np.float32]
-    held: NDArray[np.bool_]
-    used: NDArray[np.bool_]
+    held_out: NDArray[np.bool_]
+    eligible: NDArray[np.bool_]
     objective: Objective
     config: Config
     notes: tuple[str, ...]
@@ -393,8 +393,8 @@ class TrainingData:
     rank: int = 0
     shape: ModelShape | None = None
     bucket: int = 1
-    trees: bool = True
-    shares_of_inputs: tuple[float, ...] = ()
+    allow_prefix_sharing: bool = True
+    input_weights: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -426,13 +426,16 @@ class TrainingData:
         catalog = source.catalog
         if not catalog.traces:
             raise NothingToLearn(
-                "TG-TRAIN-075: there is no trace: no record that was read holds a call of a model with an answer. "
-                "Look at the file with tracegrad doctor."
+                "TG-TRAIN-075: there are no traces: no record contains a model call with an answer. "
+                "Inspect the file with tracegrad doctor."
             )
         check_effective(config, objective)
-        objective.check_missing(config.train.missing)
+        objective.check_missing(config.train.missing_logprobs)
         notes = check_ratios(source, objective, config)
-        notes += [f"'{part}': the gradient depends on pack.token_budget." for part in objective.per_microbatch]
+        notes += [
+            f"the gradient depends on pack.tokens_per_row because of '{part}'."
+            for part in objective.microbatch_components
+        ]
         rewards = effective_rewards(
             reward_column(catalog, config.data.reward, config.data.reward_weights), source, config.filter
         )
@@ -440,7 +443,7 @@ class TrainingData:
         used, filter_notes = filter_traces(rewards, catalog, ~held, config.filter)
         if filter_notes and not (used & (catalog.terms > 0)).any():
             raise NothingToLearn(
-                f"TG-TRAIN-076: nothing is left to train on: {' '.join(filter_notes)} Loosen what filter says."
+                f"TG-TRAIN-076: nothing is left to train on: {' '.join(filter_notes)} Loosen the filter options."
             )
         notes += filter_notes
         notes += old_logprob_notes(objective, config, len(np.unique(catalog.group[used])))
@@ -449,18 +452,23 @@ class TrainingData:
         if not advantages.any():
             raise _nothing_to_learn(rewards, source, held, used, config)
         feed = cls(source, rewards, advantages, held, used, objective, config, tuple(notes), ranks, rank, shape, bucket)
-        even = int((used & ~feed.taken).sum())
+        even = int((used & ~feed.count_eligible).sum())
         if even == int(used.sum()):
             raise NothingToLearn(
-                "TG-TRAIN-077: in no group do rewards differ, and filter.even_groups leaves all of them out. There is "
-                "nothing to learn. Leave filter.even_groups out, or give traces whose rewards differ within a group."
+                "TG-TRAIN-077: rewards do not differ within any group, and filter.drop_zero_std_groups leaves "
+                "all groups "
+                "out. There is nothing to learn. Leave filter.drop_zero_std_groups out, or pass traces whose rewards "
+                "differ within a group."
             )
         if even:
-            notes.append(f"{even} traces of groups in which all rewards are equal are left out: filter.even_groups.")
-        mask_notes, reason = describe_masked(rewards, source, feed.taken, config.filter)
+            notes.append(
+                f"{even} traces are left out because all rewards of their group are equal "
+                f"(filter.drop_zero_std_groups)."
+            )
+        mask_notes, reason = describe_masked(rewards, source, feed.count_eligible, config.filter)
         if reason:
             raise NothingToLearn(f"TG-TRAIN-097: {reason}")
-        return replace(feed, notes=(*notes, *mask_notes), shares_of_inputs=input_weights(source, config))
+        return replace(feed, notes=(*notes, *mask_notes), input_weights=input_weights(source, config))
 
     @property
     def catalog(self) -> TraceTable:
@@ -470,44 +478,44 @@ class TrainingData:
     @cached_property
     def trained(self) -> NDArray[np.bool_]:
         """[R] bool: traces whose tokens are trained."""
-        return self.taken & ~self.masked
+        return self.count_eligible & ~self.masked
 
     @cached_property
     def masked(self) -> NDArray[np.bool_]:
         """[R] bool: masked traces. Such a trace counts as a trace and has a reward, but no trained token."""
-        return find_masked_traces(self.rewards, self.catalog, self.taken, self.config.filter)
+        return find_masked_traces(self.rewards, self.catalog, self.count_eligible, self.config.filter)
 
     @cached_property
-    def taken(self) -> NDArray[np.bool_]:
+    def count_eligible(self) -> NDArray[np.bool_]:
         """[R] bool: traces that are neither held out nor dropped by a filter, per trace or per group."""
-        return self.used & ~zero_std_groups(self.rewards, self.catalog.group, self.used, self.config)
+        return self.eligible & ~zero_std_groups(self.rewards, self.catalog.group, self.eligible, self.config)
 
-    def cut(self, plan_seed: int, *, whole: bool = False) -> StepAssignment:
+    def assign_steps(self, plan_seed: int, *, all_groups: bool = False) -> StepAssignment:
         """Assign the traces of an epoch to steps, with shuffled groups. Only the table of traces is needed.
 
         The tokens are read only of traces that may be too long for a row, once.
 
         Args:
             plan_seed: seed for drawing and shuffling groups.
-            whole: use all groups regardless of `mixture.weights`.
+            all_groups: use all groups regardless of `mixture.weights`.
 
         Raises:
-            ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` is "refuse".
+            ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` is "error".
         """
         present = (self._trained_counts > 0) | self.masked
         if not present.any():
             raise nothing_to_train()
-        chosen = draw_groups(self.source, present, () if whole else self.shares_of_inputs, plan_seed)
-        step = steps_of(self.catalog.group, chosen, self.config.pack.step_groups, plan_seed)
-        # Count a dropped trace in its group's step, or in the first step if its whole group was dropped.
+        chosen = draw_groups(self.source, present, () if all_groups else self.input_weights, plan_seed)
+        step = steps_of(self.catalog.group, chosen, self.config.train.groups_per_step, plan_seed)
+        # Count a dropped trace in its group's step, or in the first step if all of its group was dropped.
         dropped = self.trained & (self._trained_counts == 0) & (self.catalog.terms > 0)
         if dropped.any():
             step[dropped & (steps_of(self.catalog.group, present, None, None) < 0)] = 0
         return StepAssignment.by(step, present | dropped)
 
-    def planned(self, rows: Rows) -> PlannedStep:
-        """Pack one step of the given traces, which are those of one step of a `StepAssignment`."""
-        skip = self.config.pack.skip_zero_weight and not self.objective.needs.zero_advantage
+    def pack_step(self, rows: Rows) -> PlannedStep:
+        """Pack one step from its traces, which a `StepAssignment` assigned to it."""
+        skip = self.config.pack.skip_zero_weight and not self.objective.requirements.zero_advantage_reason
         return pack_step(
             self.source,
             rows,
@@ -524,8 +532,8 @@ class TrainingData:
 
     def each_step(self, plan_seed: int) -> Iterator[Step]:
         """Yield the steps of an epoch."""
-        cut = self.cut(plan_seed)
-        yield from (self.planned(cut.of(number)).step for number in range(len(cut)))
+        cut = self.assign_steps(plan_seed)
+        yield from (self.pack_step(cut.of(number)).step for number in range(len(cut)))
 
     @cached_property
     def sizes(self) -> list[StepSize]:
@@ -536,9 +544,9 @@ class TrainingData:
         ]
 
     @property
-    def shares(self) -> bool:
+    def shares_prefixes(self) -> bool:
         """Whether rows share prefixes if that is faster."""
-        return self.trees and self.config.pack.share_prefixes
+        return self.allow_prefix_sharing and self.config.pack.share_prefixes
 
     def sharing(self) -> Sharing:
         """Estimate the effect of `pack.share_prefixes` on the first step, for a dry run."""
@@ -548,7 +556,7 @@ class TrainingData:
         return sharing
 
     @property
-    def newest(self) -> int | None:
+    def newest_version(self) -> int | None:
         """The newest recorded version, or None if no token has a version. Staleness is relative to it in offline runs.
 
         Files do not record the version of the policy that is trained.
@@ -564,18 +572,18 @@ class TrainingData:
         """Return the held-out traces in pieces; empty if no held-out trace has a trained token.
 
         Raises:
-            ArgumentError: if all of them are too long for a row, or one is and `pack.too_long` is "refuse".
+            ArgumentError: if all of them are too long for a row, or one is and `pack.too_long` is "error".
         """
-        if not len(rows := np.flatnonzero(self.held & (self.catalog.terms > 0))):
+        if not len(rows := np.flatnonzero(self.held_out & (self.catalog.terms > 0))):
             return []
         rows = rows[self._count_laid_out(rows) > 0]
         if not len(rows):
             raise nothing_to_train()
         return list(pieces(rows, self.catalog))
 
-    def held_part(self, rows: Rows) -> PlannedStep:
+    def pack_held_out(self, rows: Rows) -> PlannedStep:
         """Pack one piece of the held-out traces as a step."""
-        return pack_step(self.source, rows, self.advantages, self.held, None, **self._pack_options())
+        return pack_step(self.source, rows, self.advantages, self.held_out, None, **self._pack_options())
 
     def plan_hash(self, cut: StepAssignment) -> str:
         """Return a hash of the table, the advantages, the held-out traces and the steps of an epoch.
@@ -583,7 +591,7 @@ class TrainingData:
         It is equal on all ranks that plan the same steps.
         """
         digest = blake2b(self.catalog.hash.encode(), digest_size=16)
-        for part in (self.advantages, self.held, cut.rows, cut.first):
+        for part in (self.advantages, self.held_out, cut.rows, cut.first):
             digest.update(np.ascontiguousarray(part).data)
         return digest.hexdigest()
 
@@ -601,21 +609,27 @@ class TrainingData:
 
     def _count_laid_out(self, rows: Rows) -> NDArray[np.int64]:
         """Return [rows] the tokens laid out per trace. Traces that may be too long for a row are read and measured."""
-        pack, whole_traces = self.config.pack, self.objective.needs.trace_ratio
+        pack, whole_traces = self.config.pack, self.objective.requirements.trace_ratio
         counts = self.catalog.terms[rows].astype(np.int64)
         lengths = (self.catalog.tokens if whole_traces else self.catalog.longest)[rows]
-        if len(too_long := np.flatnonzero(lengths > pack.token_budget)):
-            options = {"token_budget": pack.token_budget, "whole_traces": whole_traces, "share_prefixes": self.shares}
-            counts[too_long] = count_laid_out_tokens(self.source, rows[too_long], too_long=pack.too_long, **options)
+        if len(too_long := np.flatnonzero(lengths > pack.tokens_per_row)):
+            counts[too_long] = count_laid_out_tokens(
+                self.source,
+                rows[too_long],
+                too_long=pack.too_long,
+                tokens_per_row=pack.tokens_per_row,
+                whole_traces=whole_traces,
+                share_prefixes=self.shares_prefixes,
+            )
         return counts
 
     def _pack_options(self) -> dict[str, Any]:
         """Return the arguments of `pack` that are the same for each step."""
         return {
-            "token_budget": self.config.pack.token_budget,
-            "needs": self.objective.needs,
+            "tokens_per_row": self.config.pack.tokens_per_row,
+            "requirements": self.objective.requirements,
             "too_long": self.config.pack.too_long,
-            "share_prefixes": self.shares,
+            "share_prefixes": self.shares_prefixes,
             "shape": self.shape,
             "ranks": self.ranks,
             "rank": self.rank,
@@ -629,11 +643,11 @@ def _nothing_to_learn(
     """Return the error that explains why all advantages are 0."""
     if held.any() and compute_advantages(rewards, source, used | held, config).any():
         return NothingToLearn(
-            "TG-TRAIN-078: every group whose rewards differ is held out to measure value. There is nothing to learn "
-            "from the others. Set --data.holdout 0, or give more groups."
+            "TG-TRAIN-078: every group with different rewards is held out for the off-policy estimate. There is "
+            "nothing to learn from the others. Set --data.holdout 0, or pass more groups."
         )
     return NothingToLearn(
-        f"TG-TRAIN-079: all {int(used.sum())} advantages are 0: in no group do rewards differ. There is nothing to "
-        "learn. Give traces whose rewards differ within a group, or compare them all: --advantage.baseline "
-        "batch_mean."
+        f"TG-TRAIN-079: all {int(used.sum())} advantages are 0: rewards do not differ within any group. There is "
+        "nothing to learn. Pass traces whose rewards differ within a group, or compare all traces: "
+        "--advantage.baseline batch_mean."
     )

@@ -37,39 +37,39 @@ class StepTokens:
     Args:
         step: number of the update, from 1.
         tokens: name of the folder with their sequences.
-        words: label of each code of `why`.
-        place: [m] int64, token index in those `Sequences`.
+        labels: label of each code of `why`.
+        token: [m] int64, token index in those `Sequences`.
         trace: [m] int32, trace index in them, ascending.
-        why: [m] uint8, code of the token's outcome: trained, clipped, or the mask that dropped it.
+        outcome: [m] uint8, code of the token's outcome: trained, clipped, or the mask that dropped it.
         values: the arrays of `FLOATS` by name, [m] float32 each: ratio in the surrogate, weight, advantage, logprob of
             the policy before the update, old logprob (NaN if none was used), d loss / d logprob, entropy.
     """
 
     step: int
     tokens: str
-    words: tuple[str, ...]
-    place: NDArray[np.int64]
+    labels: tuple[str, ...]
+    token: NDArray[np.int64]
     trace: NDArray[np.int32]
-    why: NDArray[np.uint8]
+    outcome: NDArray[np.uint8]
     values: dict[str, NDArray[np.float32]]
 
     @property
     def keep(self) -> NDArray[np.bool_]:
         """[m] bool: whether no rejection dropped the token."""
-        return (self.why == TRAINED) | (self.why == CLIPPED)
+        return (self.outcome == TRAINED) | (self.outcome == CLIPPED)
 
     def of(self, trace: int) -> "StepTokens":
         """Return the tokens of one trace."""
         first, last = np.searchsorted(self.trace, [trace, trace + 1])
         here = slice(int(first), int(last))
         values = {name: column[here] for name, column in self.values.items()}
-        return replace(self, place=self.place[here], trace=self.trace[here], why=self.why[here], values=values)
+        return replace(self, token=self.token[here], trace=self.trace[here], outcome=self.outcome[here], values=values)
 
 
 def write_step(path: Path, terms: StepTokens) -> int:
     """Write the tokens of a step; return the number of bytes."""
-    metadata = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.words)}
-    arrays = {"place": terms.place, "trace": terms.trace, "why": terms.why, **terms.values}
+    metadata = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.labels)}
+    arrays = {"place": terms.token, "trace": terms.trace, "why": terms.outcome, **terms.values}
     return safetensors_file.write(path, arrays, metadata).bytes
 
 
@@ -93,8 +93,8 @@ class TokenLog:
         self.folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         if not any(self.folder.glob("tokens-*")):
             raise ArgumentError(
-                f"TG-TRAIN-080: {folder}: has no {FOLDER}/tokens-*. The run has kept no terms. Run it with "
-                f"terms.keep 'sampled'."
+                f"TG-TRAIN-080: {folder}: there is no {FOLDER}/tokens-*, so the run has no token log. Run it with "
+                f"token_log.mode 'sampled'."
             )
         self._sequences = lru_cache(8)(lambda name: Sequences.load(self.folder / name))
 
@@ -133,12 +133,12 @@ class TokenLog:
                 or (len(trace) and not 0 <= trace[0] <= trace[-1] < sequences.traces)
                 or why.max(initial=0) >= len(words)
             ):
-                raise ValueError("its arrays do not belong together")
+                raise ValueError("its arrays do not match")
         except TracegradError:
             raise
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise FormatError(
-                f"TG-TRAIN-081: {path}: not what a run writes ({str(error)[:80]!r}). Run it again."
+                f"TG-TRAIN-081: {path}: this is not a file of a token log ({str(error)[:80]!r}). Run it again."
             ) from error
         return terms
 
@@ -154,7 +154,7 @@ class TokenLog:
         rows = dict(self.find(trace_id))
         steps = (self.read(path) for _, path in self.files())
         steps_of_trace = (step.of(rows[step.tokens]) for step in steps if step.tokens in rows)
-        return [step for step in steps_of_trace if len(step.place)]
+        return [step for step in steps_of_trace if len(step.token)]
 
 
 def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Sequences, NDArray[np.int64]]:
@@ -189,7 +189,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         cu_turns=np.concatenate([[0], np.cumsum([len(part) for part in turns])]).astype(np.int64),
         trace_ids=tuple(sequences.trace_name(int(row)) for row in rows),
         group_names=tuple(names[code] if code < len(names) else str(code) for code in codes),
-        drift=_subset_drift(sequences, number),
+        alignment_report=_subset_drift(sequences, number),
         extras={},
         images=sequences.images and sequences.images.take(branches),
     ), tokens
@@ -201,7 +201,7 @@ def _branches(sequences: Sequences, row: int) -> NDArray[np.int64]:
 
 
 def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
-    drift = sequences.drift
+    drift = sequences.alignment_report
     here = np.flatnonzero(number[drift.trace] >= 0) if len(drift) else np.zeros(0, np.int64)
     if not len(here):
         return replace(empty_report(), reasons=drift.reasons)

@@ -35,28 +35,35 @@ class TokenLogWriter:
         options: section `terms` of the config.
         objective: the objective, whose rejections are the reasons in the log.
         rank, world: number of this process, and number of processes. The first one also writes the tokens.
-        taken: steps done before; files of later steps are removed, because a resumed run repeats these steps.
+        steps_done: steps done before; files of later steps are removed, because a resumed run repeats these steps.
     """
 
     def __init__(
-        self, out: Path, options: TokenLogConfig, objective: Objective, *, rank: int = 0, world: int = 1, taken: int = 0
+        self,
+        out: Path,
+        options: TokenLogConfig,
+        objective: Objective,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        steps_done: int = 0,
     ) -> None:
         self.folder, self._options, self._objective, self._rank = out / token_log.FOLDER, options, objective, rank
         self.problem = ""
-        self._max_bytes = options.megabytes * _MEGA // world
+        self._max_bytes = options.max_mb * _MEGA // world
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=2)
         self._thread = threading.Thread(target=self._work, name="terms", daemon=True)
         self._sets_written = 0
         self._current_data: tuple[Sequences | Dataset, str, NDArray[np.int32], NDArray[np.int64]] | None = None
         self._bytes_written = 0
-        if options.keep != "none":
-            self._resume(taken)
+        if options.mode != "none":
+            self._resume(steps_done)
             self._thread.start()
 
     @classmethod
-    def silent(cls, out: Path, objective: Objective) -> "TokenLogWriter":
+    def disabled(cls, out: Path, objective: Objective) -> "TokenLogWriter":
         """Return a token logger that writes nothing."""
-        return cls(out, TokenLogConfig(keep="none"), objective)
+        return cls(out, TokenLogConfig(mode="none"), objective)
 
     def step(
         self,
@@ -103,7 +110,7 @@ class TokenLogWriter:
             self._sets_written = len(list(self.folder.glob("tokens-*")))
             self._bytes_written = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         except OSError as error:
-            self.problem = f"{self.folder}: {error.strerror}. What the steps made of their tokens is not kept."
+            self.problem = f"{self.folder}: {error.strerror}. The token log was not written."
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -115,7 +122,7 @@ class TokenLogWriter:
         try:
             self._write(*job)
         except (TracegradError, OSError) as error:
-            self.problem = f"{error} What the steps made of their tokens is kept no further."
+            self.problem = f"{error} The token log ends here."
 
     def _write(
         self, number: int, packed: Step, outcome: StepResult, data: Sequences | Dataset, sets: int, passes: int
@@ -124,7 +131,7 @@ class TokenLogWriter:
             self._current_data = (data, *self._start_set(as_dataset(data), sets, passes))
         _, set_name, rows, shifts = self._current_data
         here = np.flatnonzero(rows[packed.trace] >= 0)
-        if not len(here) or (self._options.keep == "sampled" and self._bytes_left() < len(here) * _TERM_BYTES):
+        if not len(here) or (self._options.mode == "sampled" and self._bytes_left() < len(here) * _TERM_BYTES):
             return
         labels, codes = reasons(packed, outcome, self._objective)
         old = np.full(len(packed), np.nan, np.float32) if packed.old_logprobs is None else packed.old_logprobs
@@ -152,7 +159,7 @@ class TokenLogWriter:
         self._sets_written += 1
         name = f"tokens-{self._sets_written:05d}"
         if self._rank == 0 and len(chosen):
-            part = source.kept(chosen)
+            part = source.take_with_details(chosen)
             part.save(self.folder / name)
             self._bytes_written += part.tokens * _TOKEN_BYTES
         rows, shifts = np.full(catalog.traces, -1, np.int32), np.zeros(catalog.traces, np.int64)
@@ -167,12 +174,12 @@ class TokenLogWriter:
     def _choose_rows(self, source: Dataset, sets: int, passes: int) -> NDArray[np.int64]:
         """Return the rows of the groups whose name hash is below the share that fits into the remaining bytes."""
         catalog = source.catalog
-        if self._options.keep == "all":
+        if self._options.mode == "all":
             return np.arange(catalog.traces)
         tokens = int(catalog.tokens.sum(dtype=np.int64))
         cost = tokens * _TOKEN_BYTES + catalog.all_terms * _TERM_BYTES * passes
         share = self._bytes_left() / max(sets, 1) / max(cost, 1)
-        return np.flatnonzero(source.lots() < share)
+        return np.flatnonzero(source.group_hash() < share)
 
 
 def reasons(packed: Step, outcome: StepResult, objective: Objective) -> tuple[tuple[str, ...], NDArray[np.uint8]]:
@@ -181,9 +188,9 @@ def reasons(packed: Step, outcome: StepResult, objective: Objective) -> tuple[tu
     To find out which of several rejections dropped a token, the correction is repeated with one more rejection at a
     time.
     """
-    gates = tuple(gate for gate in objective.gates if gate.detached)
+    gates = tuple(gate for gate in objective.rejections if gate.detached)
     undetached_label = (
-        "; or ".join(str(g) for g in objective.gates if not g.detached) or "a selector on the trained policy"
+        "; or ".join(str(g) for g in objective.rejections if not g.detached) or "a selector on the trained policy"
     )
     labels = (
         "trained",
@@ -196,13 +203,15 @@ def reasons(packed: Step, outcome: StepResult, objective: Objective) -> tuple[tu
     codes[outcome.clipped] = CLIPPED
     codes[~outcome.keep] = MASKED_BY_POLICY
     masked = ~np.asarray(outcome.corrected.keep, bool)
-    if objective.needs.rollout:
+    if objective.requirements.rollout:
         codes[masked & np.isnan(packed.rollout_logprobs)] = UNKNOWN
     unexplained = masked & ~np.isnan(packed.rollout_logprobs)
     for count in range(1, len(gates) + 1):
         is_last = count == len(gates)
         dropped = (
-            unexplained if is_last else unexplained & ~correct_step(packed, objective, "mask", gates=gates[:count]).keep
+            unexplained
+            if is_last
+            else unexplained & ~correct_step(packed, objective, "mask", rejections=gates[:count]).keep
         )
         codes[dropped] = MASKED_BY_POLICY + count
         unexplained &= ~dropped
@@ -232,12 +241,12 @@ class ReportRecords:
     def __init__(self, catalog: TraceTable, *, bounded: bool) -> None:
         self._catalog, self._bounded = catalog, bounded
         self.records: list[TokenRecord] = []
-        self.pull = 0.0
+        self.gradient_magnitude = 0.0
 
     def add(self, record: TokenRecord) -> None:
         """Add the tokens of a step. Each trace occurs only once."""
         self.records.append(record)
-        self.pull += float(np.abs(np.nan_to_num(record.gradient)).sum(dtype=np.float64))
+        self.gradient_magnitude += float(np.abs(np.nan_to_num(record.gradient)).sum(dtype=np.float64))
         if self._bounded:
             self._discard()
 

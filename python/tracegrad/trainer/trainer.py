@@ -55,8 +55,8 @@ class Trainer:
             eval mode (no dropout).
         objective: a preset or another value of `Objective`.
         config: default `Config()`. Options about data (`data`, `advantage`, `reward_kl`, most of `pack`), epochs and
-            held-out evaluation are for the code that makes the steps. `train.updates_per_old` is used here only for
-            objectives with the log-linear proximal policy.
+            held-out evaluation are for the code that makes the steps. `train.updates_per_old_logprobs` is used here
+            only for objectives with the log-linear proximal policy.
         out: run directory for config.toml and checkpoints, created with the first step or checkpoint. Either a path
             that all ranks see, or an fsspec address; then each machine works in its own local folder.
         tokenizer: folder whose tokenizer files are copied into each checkpoint.
@@ -65,10 +65,11 @@ class Trainer:
         reference: a causal LM for the reference logprobs, if the objective needs them. Default the folder
             `train.ref_model`, or the initial `model` (without its adapters, if it has any), which follows the policy if
             `train.ref_mixup_alpha` is below 1.
-        keep_start: keep a frozen copy of the initial model if it is the reference and has no adapters to switch off.
-            Set False if the steps come with reference logprobs.
+        keep_initial_reference: keep a frozen copy of the initial model if it is the reference and has no adapters to
+            switch off. Set False if the steps come with reference logprobs.
         ranks: the ranks that share each step; default the open process group, or the one that torchrun configures.
-        steps: total number of optimizer steps, for schedules that are not constant. It can be set until the first step.
+        total_steps: total number of optimizer steps, for schedules that are not constant. It can be set until the first
+            step.
 
     Raises:
         ArgumentError: if objective, model and config are incompatible.
@@ -92,24 +93,24 @@ class Trainer:
         tokenizer: str | Path | None = None,
         optimizer: Optimizers | None = None,
         reference: Any = None,
-        keep_start: bool = True,
+        keep_initial_reference: bool = True,
         ranks: Ranks | None = None,
-        steps: int | None = None,
+        total_steps: int | None = None,
     ) -> None:
         self.objective, self.config = objective, config or Config()
         self.tokenizer = Path(tokenizer) if tokenizer else None
-        self.ranks, self.steps = ranks or Ranks.join(self.config.train.timeout), steps
-        objective.check_missing(self.config.train.missing)
-        reference = first_reference(reference, model, objective, self.config, keep_start=keep_start)
+        self.ranks, self.steps = ranks or Ranks.join(self.config.train.timeout_s), total_steps
+        objective.check_missing(self.config.train.missing_logprobs)
+        reference = first_reference(reference, model, objective, self.config, keep_start=keep_initial_reference)
         self.model, self.policy = prepare_policy(model, self.config, self.ranks, optimizer)
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
         self.reference = other_model(reference, objective, self.config, self.policy)
         self._mixed_reference = self.reference.model if is_mixed(objective, self.config) and self.reference else None
         self.control, self.idle = EntropyController(objective), DeviceIdleMeter(self.target.device)
         self.watch = metrics.Stopwatch(self._report_stage)
-        self.taken, self.version, self.num_tokens = 0, None, 0
-        self.away = SharedRunDir.of(out, self.ranks)
-        self.out = self.away.path
+        self.steps_done, self.version, self.num_tokens = 0, None, 0
+        self.run_dir = SharedRunDir.of(out, self.ranks)
+        self.out = self.run_dir.path
         self._proximal: int | None = None
         self._started = False
         self._row: dict[str, Any] = {}
@@ -138,73 +139,74 @@ class Trainer:
             check: called before the update with the [M] logprobs of the policy. If it raises, there is no update.
 
         Returns:
-            The result of the step. Its logprobs are those of the policy before the update.
+            The result of the step. Its logprobs come from the policy before the update.
 
         Raises:
             ArgumentError: if the model does not have an id of the step, a token has a later version, or the reference
                 is unknown.
             TracegradError: if the gradient is not finite (the parameters do not change), or memory runs out.
         """
-        with self.together():
-            self.begin()
+        with self.propagate_errors():
+            self.create_run_dir()
             start = time.perf_counter()
             with self.watch("prepare"):
                 rewards = self._check_inputs(step, version, rewards)
-            step = self.ready(step)
+            step = self.add_logprobs(step)
             with self.watch("prepare"):
-                if step.alpha is None and self.objective.needs.proximal:
+                if step.alpha is None and self.objective.requirements.proximal:
                     step = self._with_alpha(step, version)
                 corrected = self.correct(step)
-            trace_data = {"version": version, "rewards": rewards, "endings": endings}
-            return self.update(step, corrected, **trace_data, began=start, check=check)
+            return self.update(
+                step, corrected, version=version, rewards=rewards, endings=endings, start_time=start, check=check
+            )
 
-    def ready(self, step: Step) -> Step:
+    def add_logprobs(self, step: Step) -> Step:
         """Add the `old` and reference logprobs that the objective needs and the step lacks, from the current policy.
 
         Raises:
             ArgumentError: if the step lacks reference logprobs and there is no reference to compute them.
         """
-        needs = self.objective.needs
+        needs = self.objective.requirements
         if needs.old and step.old_logprobs is None:
             with self.watch("old"):
-                step = step.with_logprobs(old=self.measure(step))
+                step = step.with_logprobs(old=self.compute_logprobs(step))
         if needs.ref and step.ref_logprobs is None:
-            if self.reference is None and (self.config.train.ref_every or not has_adapters(self.model)):
+            if self.reference is None and (self.config.train.ref_sync_steps or not has_adapters(self.model)):
                 raise ArgumentError(
-                    "TG-TRAIN-082: the step has no ref_logprobs, and the reference cannot be measured: the policy was "
-                    "its own, and has been trained since. Pass reference= or leave keep_start True, or measure them "
-                    "yourself: step.with_logprobs(ref=run.measure(step)) before the policy moves on, as "
-                    "train.ref_every asks."
+                    "TG-TRAIN-082: the step has no ref_logprobs, and there is no reference model to compute them: the "
+                    "policy was the reference, and has been trained since. Pass reference=, or leave "
+                    "keep_initial_reference True. With train.ref_sync_steps, compute them before the policy changes: "
+                    "step.with_logprobs(ref=trainer.compute_logprobs(step))."
                 )
             with self.watch("ref"):
-                step = step.with_logprobs(ref=self.measure(step, of="reference"))
+                step = step.with_logprobs(ref=self.compute_logprobs(step, model="reference"))
         return step
 
-    def measure(self, step: Step, *, of: Literal["policy", "reference"] = "policy") -> Floats:
+    def compute_logprobs(self, step: Step, *, model: Literal["policy", "reference"] = "policy") -> Floats:
         """Compute [M] logprobs of the step's trained tokens in nats, without gradient.
 
         Tokens in no batch of this rank are NaN.
 
         Args:
-            of: "policy" for the current policy. "reference" for the reference, or the policy (without its adapters) if
-                there is no reference model.
+            model: "policy" for the current policy. "reference" for the reference, or the policy (without its adapters)
+                if there is no reference model.
         """
-        is_policy = of == "reference" and self.reference is None and not self.config.train.ref_every
-        model = self.reference if of == "reference" and self.reference is not None else self.target
-        check_step(step, model.model)
+        is_policy = model == "reference" and self.reference is None and not self.config.train.ref_sync_steps
+        placed = self.reference if model == "reference" and self.reference is not None else self.target
+        check_step(step, placed.model)
         with adapters_off(self.model) if is_policy else nullcontext():
-            logprobs = step.with_logprobs(old=compute_logprobs(model, step.batches, self.precision)).old_logprobs
+            logprobs = step.with_logprobs(old=compute_logprobs(placed, step.batches, self.precision)).old_logprobs
         assert logprobs is not None
         return np.asarray(logprobs, np.float32)
 
-    def correct(self, step: Step, *, beside: bool = False) -> Correction:
+    def correct(self, step: Step, *, in_thread: bool = False) -> Correction:
         """Compute the parts of a step that do not depend on the trained policy: weights, masks and scales.
 
         Args:
-            beside: set it in the background thread, which uses its own process group.
+            in_thread: set it in the background thread, which uses its own process group.
         """
-        reduce = None if self.ranks.alone else partial(self.ranks.all_reduce, beside=beside)
-        return correct_step(step, self.objective, self.config.train.missing, reduce)
+        reduce = None if self.ranks.is_single else partial(self.ranks.all_reduce, in_thread=in_thread)
+        return correct_step(step, self.objective, self.config.train.missing_logprobs, reduce)
 
     def update(
         self,
@@ -212,10 +214,10 @@ class Trainer:
         corrected: Correction,
         *,
         version: int | None = None,
-        newest: int | None = None,
+        newest_version: int | None = None,
         rewards: NDArray[np.float32] | None = None,
         endings: NDArray[np.uint8] | None = None,
-        began: float | None = None,
+        start_time: float | None = None,
         check: Callable[[Floats], None] | None = None,
     ) -> StepResult:
         """Update the policy with a step that is ready and corrected: the second half of `step`.
@@ -224,14 +226,14 @@ class Trainer:
             step: a step with the logprobs that the objective needs, from `ready`.
             corrected: the result of `correct`.
             version: as for `step`.
-            newest: reference version of the metrics by staleness, if `version` is None.
+            newest_version: reference version of the metrics by staleness, if `version` is None.
             rewards: as for `step`.
             endings: as for `step`.
-            began: start of the step's wall time, from `time.perf_counter()`; default now.
+            start_time: start of the step's wall time, from `time.perf_counter()`; default now.
             check: as for `step`.
         """
-        began = time.perf_counter() if began is None else began
-        lr = self.policy.set_rates(self.config, self.taken, self.steps)
+        start_time = time.perf_counter() if start_time is None else start_time
+        lr = self.policy.set_rates(self.config, self.steps_done, self.steps)
         with self.watch("train"):
             outcome = optimizer_step(
                 self.target,
@@ -241,25 +243,35 @@ class Trainer:
                 grad_clip=self.config.optimizer.grad_clip,
                 precision=self.precision,
                 corrected=corrected,
-                left_out=step.idle(self.objective.needs, corrected) if self.config.pack.skip_zero_weight else None,
+                skip_tokens=step.tokens_without_gradient(self.objective.requirements, corrected)
+                if self.config.pack.skip_zero_weight
+                else None,
                 idle=self.idle,
                 check=check,
             )
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start_time
         bonus = {"entropy_coef": self.control.coef} if self.control.adapts else {}
         self.control.update(outcome.entropy, outcome.keep, self.ranks.all_reduce)
-        self.taken, self.version = self.taken + 1, version
-        if self._mixed_reference is not None and self.taken % self.config.train.ref_every == 0:
+        self.steps_done, self.version = self.steps_done + 1, version
+        if self._mixed_reference is not None and self.steps_done % self.config.train.ref_sync_steps == 0:
             update_reference(self._mixed_reference, self.model, self.config.train.ref_mixup_alpha)
         with self.watch("metrics"):
-            trace_data = {"version": version, "newest": newest, "rewards": rewards, "endings": endings}
-            metrics_row = step_metrics(step, outcome, self.objective, **trace_data, ranks=self.ranks)
+            metrics_row = step_metrics(
+                step,
+                outcome,
+                self.objective,
+                version=version,
+                newest=newest_version,
+                rewards=rewards,
+                endings=endings,
+                ranks=self.ranks,
+            )
         if "num_tokens" in metrics_row:
             self.num_tokens = metrics_row["num_tokens"] = self.num_tokens + int(metrics_row["num_tokens"])
         tokens_per_s, idle = metrics_row["tokens"] / seconds, self.idle.share()
         idle_metrics = {} if idle is None else {"device_idle": idle}
         self._row = {
-            "step": self.taken,
+            "step": self.steps_done,
             "lr": lr,
             **bonus,
             **metrics_row,
@@ -269,7 +281,7 @@ class Trainer:
         }
         return outcome
 
-    def row(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last step by their names in docs/metrics.md; empty before the first step."""
         return dict(self._row)
 
@@ -305,17 +317,26 @@ class Trainer:
         Raises:
             TracegradError: if the checkpoint cannot be written completely; earlier checkpoints are unchanged.
         """
-        self.begin()
+        self.create_run_dir()
         proximal = {} if self._proximal is None else {"proximal": float(self._proximal)}
         counts = {"num_tokens": float(self.num_tokens)}
         controls = {**self.control.state(), **proximal, **counts, **(control or {})}
         fields = {"logprobs": logprobs or {}, "control": controls, "seconds": self.watch.seconds}
         fields["version"] = -1 if self.version is None else self.version
-        progress = Progress(self.taken, fingerprint, self.told(), **fields)
+        progress = Progress(self.steps_done, fingerprint, self.options(), **fields)
         with self.watch("checkpoint"):
-            folder_options = {"tokenizer": self.tokenizer, "keep": self.config.checkpoint.keep}
-            state_options = {"reference": self._mixed_reference, "terms": terms, "ranks": self.ranks, "away": self.away}
-            return checkpoint.save(self.out, self.model, self.optimizer, progress, **folder_options, **state_options)
+            return checkpoint.save(
+                self.out,
+                self.model,
+                self.optimizer,
+                progress,
+                tokenizer=self.tokenizer,
+                keep=self.config.checkpoint.keep,
+                reference=self._mixed_reference,
+                terms=terms,
+                ranks=self.ranks,
+                away=self.run_dir,
+            )
 
     def restore(self, *, fingerprint: str = "") -> Progress | None:
         """Load the newest checkpoint in `out`: parameters, optimizer, controllers, counts and random states.
@@ -332,13 +353,19 @@ class Trainer:
         """
         if not (checkpoints := checkpoint.list_checkpoints(self.out)):
             return None
-        self.away.bring(checkpoints[-1])
+        self.run_dir.download(checkpoints[-1])
         saved = checkpoint.read_progress(checkpoints[-1])
-        check_same(checkpoints[-1], saved, self.told(), fingerprint)
+        check_same(checkpoints[-1], saved, self.options(), fingerprint)
         check_rates(checkpoints[-1], self.config.schedule, self.steps, saved.config.get("schedule.steps"), saved.step)
-        options = {"reference": self._mixed_reference, "leads": self.away.leads}
-        progress = checkpoint.restore(checkpoints[-1], self.model, self.optimizer, self.ranks, **options)
-        self.taken, self.version = progress.step, None if progress.version < 0 else progress.version
+        progress = checkpoint.restore(
+            checkpoints[-1],
+            self.model,
+            self.optimizer,
+            self.ranks,
+            reference=self._mixed_reference,
+            leads=self.run_dir.writes,
+        )
+        self.steps_done, self.version = progress.step, None if progress.version < 0 else progress.version
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
         self.num_tokens = int(progress.control["num_tokens"])
@@ -346,7 +373,7 @@ class Trainer:
         self._create_files()
         return progress
 
-    def begin(self) -> None:
+    def create_run_dir(self) -> None:
         """Create the folder and write config.toml, once. `step` and `save` call it.
 
         Raises:
@@ -357,12 +384,12 @@ class Trainer:
             total_schedule_steps(self.config.schedule, self.steps)
             if checkpoints := checkpoint.list_checkpoints(self.out):
                 raise ArgumentError(
-                    f"TG-TRAIN-083: {self.away} holds a run, its newest checkpoint is {checkpoints[-1].name}. A new "
-                    "run would overwrite it. Go on with restore() before the first step, or give another out."
+                    f"TG-TRAIN-083: {self.run_dir} contains a run; its newest checkpoint is {checkpoints[-1].name}. A "
+                    "new run would overwrite it. Call restore() before the first step, or pass another out."
                 )
             self._create_files()
 
-    def told(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return the options and the objective, as a checkpoint saves them and a resumed run compares them."""
         options = {k: v for k, v in as_dict(self.config).items() if not k.startswith("objective.")}
         schedule_steps = (
@@ -374,34 +401,34 @@ class Trainer:
         return {name: redact(value) if isinstance(value, str) else value for name, value in values.items()}
 
     @contextmanager
-    def together(self, *, ends: bool = False) -> Iterator[None]:
+    def propagate_errors(self, *, final: bool = False) -> Iterator[None]:
         """Wrap work that ranks share, so that an error on one rank ends all. The error names the lost step.
 
         Args:
-            ends: no step follows an error, so an error that only this rank has is sent to the others too.
+            final: no step follows an error, so an error that only this rank has is sent to the others too.
 
         Raises:
             TracegradError: if this or another rank runs out of memory, another rank sent an error, or ranks have ended
-                or did not come within `train.timeout`.
+                or did not arrive within `train.timeout_s`.
         """
         try:
             yield
         except Exception as error:
-            if (raised := propagate_error(error, self.taken + 1, self.config, self.ranks, ends)) is error:
+            if (raised := propagate_error(error, self.steps_done + 1, self.config, self.ranks, final)) is error:
                 raise
             raise raised from error
 
     def _report_stage(self, stage: str) -> None:
         """Publish the stage of this rank, for error messages of the other ranks."""
-        self.ranks.at(f"step {self.taken + 1} ({stage})")
+        self.ranks.set_stage(f"step {self.steps_done + 1} ({stage})")
 
     def _create_files(self) -> None:
         with checkpoint.writable(self.out):
-            if self.away.leads:
+            if self.run_dir.writes:
                 self.out.mkdir(parents=True, exist_ok=True)
                 checkpoint.clear_staged(self.out)
             if self.ranks.first:
-                self.away.clear()
+                self.run_dir.clear()
                 write_bytes(self.out / "config.toml", [redact(to_toml(self.config)).encode()])
         self._started = True
 
@@ -412,11 +439,11 @@ class Trainer:
         error = None
         try:
             check_step(step, self.model)
-            step.lag(None if version is None else _validation.integer(version, "version", least=0))
+            step.staleness(None if version is None else _validation.integer(version, "version", least=0))
             rewards = None if rewards is None else check_rewards(rewards, step)
         except ArgumentError as refusal:
             error = refusal
-        self.ranks.agree(error)
+        self.ranks.raise_on_all(error)
         return rewards
 
     def _with_alpha(self, step: Step, version: int | None) -> Step:
@@ -426,12 +453,12 @@ class Trainer:
         """
         if version is None:
             raise ArgumentError(
-                "TG-TRAIN-084: the objective takes the log-linear proximal, which lies between two versions, and "
-                "version is None. Where it lies is not known. Pass the version of the policy that is trained: "
+                "TG-TRAIN-084: the objective uses the log-linear proximal policy, which interpolates between two "
+                "versions, but version is None. Pass the version of the policy that you train: "
                 "step(step, version=...)."
             )
-        updates_done = self.taken % (self.config.train.updates_per_old or 1)
+        updates_done = self.steps_done % (self.config.train.updates_per_old_logprobs or 1)
         if updates_done == 0 or self._proximal is None:
             self._proximal = version
-        recorded = version - np.maximum(step.lag(version), 0)
+        recorded = version - np.maximum(step.staleness(version), 0)
         return replace(step, alpha=proximal_alpha(recorded, self._proximal, self._proximal + updates_done))

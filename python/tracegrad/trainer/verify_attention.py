@@ -22,7 +22,7 @@ from tracegrad.packing import Batch
 from tracegrad.trainer.distributed import DistributedModel
 
 
-def verify_rows(target: DistributedModel, longest: int, *, trees: bool) -> str:
+def verify_rows(target: DistributedModel, longest: int, *, share_prefixes: bool) -> str | None:
     """Verify every forward mode that a run may use, once for all of its branches.
 
     If flex_attention does not reproduce the model's outputs, the model is switched back to dense attention. On CUDA
@@ -31,10 +31,10 @@ def verify_rows(target: DistributedModel, longest: int, *, trees: bool) -> str:
     Args:
         target: the model on its device and ranks; every rank makes the same call.
         longest: number of tokens of the longest branch.
-        trees: whether rows may share prefixes.
+        share_prefixes: whether rows may share prefixes.
 
     Returns:
-        The reason why prefixes cannot be shared; "" if they can, or if `trees` is False.
+        The reason why prefixes cannot be shared; None if they can, or if `share_prefixes` is False.
 
     Raises:
         ArgumentError: if the model is not causal; with FSDP, if it cannot process packed rows; on CUDA, if it cannot
@@ -44,13 +44,13 @@ def verify_rows(target: DistributedModel, longest: int, *, trees: bool) -> str:
     reason = (
         _verify_on_ranks(target, ForwardMode("flex"), longest, UNLIMITED_LENGTH)
         if one_pass_plan(target.model) == "flex"
-        else ""
+        else None
     )
     if reason and must_be_fused(target.device):
         raise ArgumentError(
             f"TG-TRAIN-093: flex_attention cannot run packed rows of this model on {target.device.type}: {reason}. "
-            "Other attention is slower, and takes a table of [T, T] for rows that share prefixes. To accept that, set "
-            "attention.implementation sdpa."
+            "Other implementations are slower, and need a [T, T] table for rows that share prefixes. To accept that, "
+            "set attention.implementation sdpa."
         )
     if reason:
         unwrap_adapters(target.model).set_attn_implementation(dense_attention(target.model))
@@ -60,14 +60,18 @@ def verify_rows(target: DistributedModel, longest: int, *, trees: bool) -> str:
         _verify_on_ranks(target, ForwardMode("stack", tree=True), longest, UNLIMITED_LENGTH)
     if fsdp and row == "mask" and (reason := _verify_on_ranks(target, ForwardMode("mask"), longest, UNLIMITED_LENGTH)):
         raise _whole_row_error(reason)
-    return _verify_on_ranks(target, ForwardMode(row, tree=True), longest, UNLIMITED_LENGTH) if fsdp or trees else ""
+    return (
+        _verify_on_ranks(target, ForwardMode(row, tree=True), longest, UNLIMITED_LENGTH)
+        if fsdp or share_prefixes
+        else None
+    )
 
 
-def describe_attention(target: DistributedModel, *, trees: bool) -> str:
+def describe_attention(target: DistributedModel, *, share_prefixes: bool) -> str:
     """Describe the attention that `verify_rows` selected, for the user.
 
     Args:
-        trees: whether rows share prefixes.
+        share_prefixes: whether rows share prefixes.
     """
     model = target.model
     if one_pass_plan(model) == "flex":
@@ -76,43 +80,50 @@ def describe_attention(target: DistributedModel, *, trees: bool) -> str:
         descriptions = ["rows under a dense [T, T] mask"]
     else:
         descriptions = [
-            "branches one by one" if check_forward_mode(model, ForwardMode("stack")) else "branches in padded batches"
+            "one branch at a time" if check_forward_mode(model, ForwardMode("stack")) else "branches in padded batches"
         ]
-        descriptions += ["rows that share prefixes under a dense [T, T] mask"] * trees
+        descriptions += ["rows that share prefixes under a dense [T, T] mask"] * share_prefixes
     return f"attention is {attention_of(model)}: {', '.join(descriptions)}."
 
 
 def verify_batches(target: DistributedModel, batches: Sequence[Batch]) -> None:
-    """Verify the forward modes for the batches of one step with FSDP, whose ranks may have branches of other "
-    "lengths."""
+    """Verify the forward modes for the batches of one step with FSDP, whose ranks may have branches of other
+    lengths."""
     row = one_pass_plan(target.model)
     plain, tree = ForwardMode(row), ForwardMode(row, tree=True)
-    if target.mode != "fsdp" or min(checked_length(target.model, road) for road in (plain, tree)) >= UNLIMITED_LENGTH:
+    if (
+        target.mode != "fsdp"
+        or min(checked_length(target.model, forward_mode) for forward_mode in (plain, tree)) >= UNLIMITED_LENGTH
+    ):
         return
-    longest = target.ranks.largest(max(batch.reach for batch in batches))
+    longest = target.ranks.max(max(batch.longest_branch for batch in batches))
     if reason := _verify_on_ranks(target, plain, longest, longest):
         raise _whole_row_error(reason)
     _verify_on_ranks(target, tree, longest, longest)
 
 
 @torch.no_grad()
-def _verify_on_ranks(target: DistributedModel, road: ForwardMode, longest: int, settled: int) -> str:
-    """Return the reason why a forward mode is unusable on this or another rank; "" if it is usable."""
+def _verify_on_ranks(
+    target: DistributedModel, forward_mode: ForwardMode, longest: int, verified_length: int
+) -> str | None:
+    """Return the reason why a forward mode is unusable on this or another rank; None if it is usable."""
     model = target.model
     reason = (
-        target.policy(check_forward_mode, road, longest)
+        target.policy(check_forward_mode, forward_mode, longest)
         if target.mode == "fsdp"
-        else check_forward_mode(model, road, longest)
+        else check_forward_mode(model, forward_mode, longest)
     )
-    target.rest()
-    if target.ranks.largest(1 if reason else 0):
-        reason = reason or f"another rank found other hidden states of {type(model).__name__} than of each branch alone"
-    set_result(model, road, settled, reason)
+    target.reshard()
+    if target.ranks.max(1 if reason else 0):
+        reason = (
+            reason or f"on another rank, hidden states of {type(model).__name__} differ from a pass over each branch"
+        )
+    set_result(model, forward_mode, verified_length, reason)
     return reason
 
 
 def _whole_row_error(reason: str) -> ArgumentError:
     return ArgumentError(
-        f"TG-TRAIN-094: no whole row can pass through this model: {reason}. Under FSDP every rank runs each layer once "
-        "a row, so branches cannot go one by one. Set parallel.mode ddp or none."
+        f"TG-TRAIN-094: this model cannot run a packed row: {reason}. With FSDP, every rank runs each layer once "
+        "per row, so branches cannot run one at a time. Set parallel.mode ddp or none."
     )

@@ -117,8 +117,11 @@ class _App:
 
     async def trace(self, request: Request) -> Response:
         query = request.query_params
-        selection = {"run": query.get("run", ""), "step": _number(query.get("step"), -1)}
-        return _Json(await run_in_threadpool(pieces.trace, self.session, _row(request), **selection))
+        return _Json(
+            await run_in_threadpool(
+                pieces.trace, self.session, _row(request), run=query.get("run", ""), step=_number(query.get("step"), -1)
+            )
+        )
 
     async def message(self, request: Request) -> Response:
         query = request.query_params

@@ -165,7 +165,7 @@ def _call(name: str, arguments: str, whole: int) -> str:
 def align_trace(trace: Trace, tokenizer: Tokenizer) -> tuple[TraceTokens | None, str]:
     """Return the tokens of a record as training would use them. If that fails, return None and the reason."""
     try:
-        return TraceTokens(None, align(trace, tokenizer, lenient=True)), ""
+        return TraceTokens(None, align(trace, tokenizer, allow_unknown_ids=True)), ""
     except TracegradError as error:
         return None, str(error)
 
@@ -174,7 +174,7 @@ def tokens(shown: TraceTokens, token_bytes: Callable[[int], bytes], at: int, dra
     """Return the tokens of a trace as HTML, with the values of step `at` (an index into `shown.steps`)."""
     sequences = shown.sequences
     values = _values(sequences, shown.steps[at] if shown.steps else None)
-    writer = Writer(sequences, values, token_bytes, np.flatnonzero(values.term), numbered=True, drawn=drawn)
+    writer = Writer(sequences, values, token_bytes, np.flatnonzero(values.term), numbered=True, thumbnails=drawn)
     parts = []
     for branch in range(sequences.branches):
         span = range(int(sequences.cu_seqlens[branch]), int(sequences.cu_seqlens[branch + 1]))
@@ -189,13 +189,13 @@ def _values(sequences: Sequences, step: StepTokens | None) -> PerToken:
         return empty
     v = step.values
     for name in ("ratio", "weight", "advantages", "logprobs", "gradient", "entropy"):
-        getattr(empty, name)[step.place] = v[name]
-    empty.keep[step.place] = step.keep
-    empty.clipped[step.place] = step.why == CLIPPED
-    empty.why[step.place] = step.why
+        getattr(empty, name)[step.token] = v[name]
+    empty.keep[step.token] = step.keep
+    empty.clipped[step.token] = step.outcome == CLIPPED
+    empty.why[step.token] = step.outcome
     with np.errstate(over="ignore"):
-        empty.old[step.place] = np.exp(v["old_logprobs"] - sequences.rollout_logprobs[step.place])
-    return PerToken(**{**vars(empty), "words": step.words})
+        empty.old[step.token] = np.exp(v["old_logprobs"] - sequences.rollout_logprobs[step.token])
+    return PerToken(**{**vars(empty), "words": step.labels})
 
 
 def history(shown: TraceTokens) -> str:
@@ -211,7 +211,7 @@ def history(shown: TraceTokens) -> str:
             number(_mean(v["ratio"][has_ratio])),
             number(_mean(v["weight"])),
             percent(float(step.keep.mean())),
-            percent(float((step.why == CLIPPED).mean())),
+            percent(float((step.outcome == CLIPPED).mean())),
             number(_mean(v["entropy"])),
             number(pull),
         ]
@@ -229,7 +229,7 @@ def _mean(values: Any) -> float:
 
 def findings(sequences: Sequences) -> str:
     """Return the alignment mismatches of one trace as a list."""
-    drift = sequences.drift
+    drift = sequences.alignment_report
     lines = []
     for row in range(min(len(drift), 50)):
         reason = drift.reasons[int(drift.reason[row])].replace("_", " ")
@@ -254,9 +254,10 @@ def python(path: str, place: int, trace_id: str, *, model: str | None, run: str 
         lines += [f"print(sequences.ids[{token}], sequences.rollout_logprobs[{token}])"]
     elif token is not None and run:
         lines += [
-            "kept = Terms(" + repr(run) + ")",
-            f"name, row = kept.find({trace_id!r})[-1]",
-            "sequences, _ = tg.trainer.token_log.subset(kept.sequences(name), [row])",
+            "from tracegrad.trainer.token_log import TokenLog, subset",
+            f"log = TokenLog({run!r})",
+            f"name, row = log.find({trace_id!r})[-1]",
+            "sequences, _ = subset(log.sequences(name), [row])",
             f"print(sequences.ids[{token}], sequences.rollout_logprobs[{token}])",
         ]
     return "\n".join(lines)

@@ -41,9 +41,9 @@ def page_of(session: Viewer, rows: Sequence[int]) -> str:
             "Narrow them: --where, --search, --limit."
         )
     for row in rows:
-        session.where(row)
+        session.locate(row)
     blocks = [_block("data", _data(session, rows, {row: number for number, row in enumerate(rows)}))]
-    drawn = Thumbnails(drawn=session.drawn)
+    drawn = Thumbnails(drawn=session.thumbnail_cache)
     for number, row in enumerate(rows):
         fields = pieces.trace(session, row, whole=_WHOLE, drawn=drawn)
         blocks.append(_block(f"trace-data-{number}", {**fields, "n": number}))

@@ -104,8 +104,8 @@ def _aligned(traces: Traces, tokenizer: Tokenizer) -> tuple[NDArray[np.float64],
 
     A trace that cannot be aligned has level NaN.
     """
-    sequences = align(traces, tokenizer, on_error="skip", lenient=True)
-    lost = set(sequences.drift.left_out)
+    sequences = align(traces, tokenizer, on_error="skip", allow_unknown_ids=True)
+    lost = set(sequences.alignment_report.left_out)
     kept = [row for row in range(len(traces)) if row not in lost]
     tier, reasons = of_sequences(sequences)
     out = np.full(len(traces), math.nan)
@@ -119,8 +119,10 @@ def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, s
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     tier = np.where(sequences.tier == NO_TIER, math.nan, sequences.tier.astype(float))
     reasons: dict[int, set[str]] = {}
-    for row, code in zip(sequences.drift.trace.tolist(), sequences.drift.reason.tolist(), strict=True):
-        reasons.setdefault(row, set()).add(sequences.drift.reasons[code])
+    for row, code in zip(
+        sequences.alignment_report.trace.tolist(), sequences.alignment_report.reason.tolist(), strict=True
+    ):
+        reasons.setdefault(row, set()).add(sequences.alignment_report.reasons[code])
     return -_least(owner, -tier, sequences.traces), reasons
 
 

@@ -122,7 +122,7 @@ class Viewer:
         with self._lock:
             return database.rows_with_tag(self._database, tag)
 
-    def where(self, n: int) -> tuple[str, str, Source, int]:
+    def locate(self, n: int) -> tuple[str, str, Source, int]:
         """Return id, group, source of a row, and its index in the source.
 
         Raises:
@@ -161,7 +161,7 @@ class Viewer:
             )
 
     @property
-    def drawn(self) -> dict[bytes, tuple[str, str]]:
+    def thumbnail_cache(self) -> dict[bytes, tuple[str, str]]:
         """Return the cache of thumbnails by digest, for `Thumbnails`. It is emptied when it has too many entries."""
         if len(self._drawn) > _MOST_DRAWN:
             self._drawn = {}
@@ -199,7 +199,7 @@ def _advantages(reward: NDArray[np.float32], group: NDArray[np.float32]) -> NDAr
     out, has_reward = np.full(len(reward), np.nan, np.float32), np.isfinite(reward)
     if has_reward.any():
         codes = np.unique(group[has_reward], return_inverse=True)[1]
-        out[has_reward] = advantage.group_mean(reward[has_reward], codes, singleton="zero")
+        out[has_reward] = advantage.group_mean(reward[has_reward], codes, single_sample_group="zero")
     return out
 
 

@@ -41,13 +41,13 @@ def trace(
     Raises:
         ArgumentError: if there is no such row.
     """
-    drawn = drawn or Thumbnails(drawn=session.drawn)
-    name, group_name, source, place = session.where(n)
+    drawn = drawn or Thumbnails(drawn=session.thumbnail_cache)
+    name, group_name, source, place = session.locate(n)
     record = session.trace(n)
     sets = session.sets.of(name, next((path for path in session.runs if path.name == run), None))
     reason = ""
     if sets:
-        shown: TraceTokens | None = session.sets.shown(sets[0], name)
+        shown: TraceTokens | None = session.sets.trace_tokens(sets[0], name)
     elif record is not None and session.tokenizer is not None:
         shown, reason = detail.align_trace(record, session.tokenizer)
     else:
@@ -95,7 +95,7 @@ def message(session: Viewer, n: int, index: int, start: int) -> str:
     record = session.trace(n)
     if record is None or not 0 <= index < len(record.pool) or start < 0:
         raise ArgumentError(f"TG-VIEW-009: row {n} has no message {index}. There is nothing more to show.")
-    picture_html = detail.pictures(record, Thumbnails(drawn=session.drawn))
+    picture_html = detail.pictures(record, Thumbnails(drawn=session.thumbnail_cache))
     return detail.message_html(message_parts(record.pool[index]), index, start, detail.PART, picture_html)
 
 
@@ -110,7 +110,7 @@ def side_by_side(session: Viewer, rows: Mapping[int, int]) -> str:
     Args:
         rows: index row to the number used in links.
     """
-    all_traces = [(number, session.where(row)[0], session.trace(row)) for row, number in rows.items()]
+    all_traces = [(number, session.locate(row)[0], session.trace(row)) for row, number in rows.items()]
     traces = [(row, name, trace) for row, name, trace in all_traces if trace is not None]
     answers = [_words(trace) for _, _, trace in traces]
     columns = []

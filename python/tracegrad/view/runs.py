@@ -48,7 +48,7 @@ def state_of(run: Path, now: float | None = None) -> str:
     if changed > finished + _QUIET_S / 30 and (time.time() if now is None else now) - changed < _QUIET_S:
         return "running"
     if stopped := summary.get("stopped"):
-        return {"done": "done", "signal": "stopped on request", "ess": "stopped: too small a sample"}.get(
+        return {"done": "done", "signal": "stopped on request", "ope_ess": "stopped: too small a sample"}.get(
             str(stopped), str(stopped)[:40]
         )
     return "ended" if changed else "not begun"
@@ -82,7 +82,7 @@ def recipe_of(told: Mapping[str, Any]) -> str:
 
     A config that sets other objective options in addition does not match.
 
-    >>> told = config.as_dict(recipes.find("DR_GRPO").settle()[0])
+    >>> told = config.as_dict(recipes.find("DR_GRPO").resolve()[0])
     >>> recipe_of(told), recipe_of({**told, "objective.surrogate.high": 0.5})
     ('DR_GRPO', '')
     """
@@ -116,12 +116,10 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
             for success in successes
         ]
         return f"success {' → '.join(spans)}"
-    for key in ("eval_reward", "off_policy_value"):
-        low, high = (
-            ("eval_low", "eval_high") if key == "eval_reward" else ("off_policy_value_low", "off_policy_value_high")
-        )
+    for key in ("eval_reward", "ope"):
+        low, high = ("eval_low", "eval_high") if key == "eval_reward" else ("ope_low", "ope_high")
         last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
-        if last is not None and key == "off_policy_value" and metrics.off_policy_estimate(last) is None:
+        if last is not None and key == "ope" and metrics.off_policy_estimate(last) is None:
             return "off policy value not known"
         if last is not None:
             span = f" [{number(last[low])}, {number(last[high])}]" if _has_numbers(last, low, high) else ""
@@ -198,10 +196,10 @@ def _doctor(run: Path, name: str) -> str:
             finding.get("severity", ""),
             finding.get("title", ""),
             f"{count} of {total} {unit}",
-            finding.get("cure", ""),
+            finding.get("fix", ""),
         )
         rows.append("".join(f"<td>{escape(str(cell)[:500])}</td>" for cell in cells))
-    heads = "".join(f"<th>{head}</th>" for head in ("severity", "what", "how many", "cure"))
+    heads = "".join(f"<th>{head}</th>" for head in ("severity", "what", "how many", "fix"))
     verdict = f"<p>{len(findings)} findings, the worst of them: {escape(str(diagnosis.get('verdict'))[:40])}</p>"
     return title + verdict + (_table(heads, rows) if rows else "")
 

@@ -9,13 +9,13 @@ from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.view.loaded import Viewer
 
 
-def serve(session: Viewer, *, port: int = 0, token: str | None = None, say: Callable[[str], None] = print) -> None:
+def serve(session: Viewer, *, port: int = 0, token: str | None = None, log: Callable[[str], None] = print) -> None:
     """Serve an open session. Returns after SIGINT or SIGTERM.
 
     Args:
         port: port on 127.0.0.1. 0 selects a free one.
         token: secret first part of every address. Default: a random one.
-        say: called with a line that has the address, when the server is reachable.
+        log: called with a line that has the address, when the server is reachable.
 
     Raises:
         ArgumentError: if the port is out of range.
@@ -40,7 +40,7 @@ def serve(session: Viewer, *, port: int = 0, token: str | None = None, say: Call
             f"TG-VIEW-015: port {port}: {error.strerror}. Nothing is shown. Give another --port."
         ) from error
     with listener:
-        say(f"view     http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
+        log(f"view     http://127.0.0.1:{listener.getsockname()[1]}/{token}/")
         server_config = uvicorn.Config(application(session, token), log_level="error", access_log=False)
         with suppress(KeyboardInterrupt):
             uvicorn.Server(server_config).run(sockets=[listener])

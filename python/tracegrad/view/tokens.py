@@ -81,7 +81,7 @@ class TokenSets:
         of_runs = [tokens for tokens in matches if tokens.source.run is not None]
         return [*of_runs[::-1], *(tokens for tokens in matches[::-1] if tokens.source.run is None)]
 
-    def shown(self, tokens: TokenSet, trace_id: str) -> TraceTokens:
+    def trace_tokens(self, tokens: TokenSet, trace_id: str) -> TraceTokens:
         """Return one trace with all its steps."""
         row = tokens.row[trace_id]
         part, places = subset(tokens.sequences, [row])
@@ -91,16 +91,16 @@ class TokenSets:
         steps = []
         for step in self._steps(tokens):
             trace_step = step.of(row)
-            if len(trace_step.place):
-                local = order[np.searchsorted(places, trace_step.place, sorter=order)]
+            if len(trace_step.token):
+                local = order[np.searchsorted(places, trace_step.token, sorter=order)]
                 steps.append(
                     StepTokens(
                         trace_step.step,
                         trace_step.tokens,
-                        trace_step.words,
+                        trace_step.labels,
                         local,
                         trace_step.trace,
-                        trace_step.why,
+                        trace_step.outcome,
                         trace_step.values,
                     )
                 )
@@ -204,5 +204,5 @@ def aggregate_by_trace(step: StepTokens) -> tuple[NDArray[np.int32], NDArray[np.
 
     v = step.values
     pull = np.bincount(index, np.abs(np.nan_to_num(v["gradient"])).astype(np.float64), len(rows))
-    means = [mean(v["ratio"]), mean(v["weight"]), mean(step.why == CLIPPED), mean(~step.keep)]
+    means = [mean(v["ratio"]), mean(v["weight"]), mean(step.outcome == CLIPPED), mean(~step.keep)]
     return rows, np.stack([np.asarray(pull, np.float64), *means, mean(v["entropy"]), mean(v["advantages"])])

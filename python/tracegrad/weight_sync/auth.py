@@ -43,19 +43,17 @@ async def check_protected(servers: Servers, path: str) -> None:
         ArgumentError: also if such a server requires a token and `servers.key` is None.
     """
     remote = [url for url in servers.urls if not is_loopback(url)]
-    answers = await asyncio.gather(*(servers.ask(url, path, method="GET", token=False) for url in remote))
+    answers = await asyncio.gather(*(servers.request(url, path, method="GET", token=False) for url in remote))
     for url, answer in zip(remote, answers, strict=True):
         if answer.status not in (401, 403):
             raise ArgumentError(
-                f"TG-SYNC-001: {url} lies beyond this machine and answered {path} without a token ({answer.words}). "
-                "Whoever reaches it could load weights of their own and run methods of its workers; vLLM's --api-key "
-                "covers /v1 alone. Start it with --middleware tracegrad.weight_sync.auth.Guard and VLLM_API_KEY, or "
-                "on 127.0.0.1 behind a tunnel."
+                f"TG-SYNC-001: {url} is on another machine and answered {path} without a token ({answer.words}). "
+                "Anyone who can reach it could load other weights and run methods of its workers, since vLLM's "
+                "--api-key protects only /v1. Start it with --middleware tracegrad.weight_sync.auth.Guard and "
+                "VLLM_API_KEY, or on 127.0.0.1 behind a tunnel."
             )
         if servers.key is None:
-            raise ArgumentError(
-                f"TG-SYNC-002: {url} asks for a token. No request would be answered. Pass Servers its `key`."
-            )
+            raise ArgumentError(f"TG-SYNC-002: {url} requires a token. Pass the `key` to Servers.")
 
 
 class Guard:
@@ -64,7 +62,7 @@ class Guard:
     def __init__(self, app: Callable[..., Awaitable[None]]):
         if not (key := os.environ.get("VLLM_API_KEY", "")):
             raise ArgumentError(
-                "TG-SYNC-003: The guard has no token to ask for. Everyone would be let in. Set VLLM_API_KEY."
+                "TG-SYNC-003: the guard has no token, so it would accept every request. Set VLLM_API_KEY."
             )
         self.app = app
         self.token = f"Bearer {key}".encode()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class File:
-    """Pushes all weights as one safetensors file.
+    """Weight sync with one safetensors file of all weights.
 
     A push pauses the server (`mode=keep`), empties its caches, loads the file and resumes: requests in flight survive
     and continue with the new weights. If an update fails, the server stays paused, because a server with half of the
@@ -31,7 +31,7 @@ class File:
     Args:
         servers: started with the flags of `vllm_arguments("file")`.
         folder: folder of the files. A folder in memory (/dev/shm) is fastest.
-        timeout_s: time limit of each request of a push.
+        timeout_s: time limit of each request of a weight sync.
         keep: number of files to keep.
         clear_cache: False keeps keys and values of the old weights in the cache, where requests would use them. Only
             for runs in which every request has the version as its `cache_salt`.
@@ -42,7 +42,7 @@ class File:
     ):
         if keep < 1:
             raise ArgumentError(
-                f"TG-SYNC-004: keep is {keep}. A server that comes back needs the newest file. Keep at least 1."
+                f"TG-SYNC-004: keep is {keep}. It must be at least 1: a restarted server needs the newest file."
             )
         self.servers = servers
         self.folder = Path(folder).absolute()
@@ -56,7 +56,7 @@ class File:
         servers.admission = self._admit
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
-        """Push weights to every server.
+        """Send weights to every server.
 
         Args:
             weights: name -> complete tensor, with the names of the checkpoint; or a safetensors file with them.
@@ -75,7 +75,7 @@ class File:
             path = Path(weights).absolute()
             if not path.is_file():
                 raise ArgumentError(
-                    f"TG-SYNC-005: {path} is no file. The servers would keep their old weights. Name a "
+                    f"TG-SYNC-005: {path} is not a file, so the servers would keep their old weights. Pass a "
                     f"safetensors file."
                 )
         else:
@@ -89,7 +89,7 @@ class File:
         return pushed
 
     async def _steps(self, url: str, repeat: bool) -> float:
-        """Send the requests of one push to one server; return the seconds from pause to resume."""
+        """Send the requests of one weight sync to one server; return the seconds from pause to resume."""
         assert self._newest is not None
         path, version = self._newest  # a later push may replace `_newest`
         if repeat or url not in self._ready:
@@ -99,7 +99,7 @@ class File:
         await self._do(url, self.pause, None)
         if repeat:
             # First close an update that was left open by a timeout or a killed trainer; there may be none.
-            await self.servers.ask(url, "/finish_weight_update", {}, timeout_s=self.timeout_s)
+            await self.servers.request(url, "/finish_weight_update", {}, timeout_s=self.timeout_s)
         await self._do(url, "/start_weight_update", None)
         update = {"path": str(path), "bytes": path.stat().st_size}
         await self._do(url, "/update_weights", {"update_info": update})
@@ -111,12 +111,12 @@ class File:
         await send_control_request(self.servers, url, path, body, self.timeout_s)
 
     async def _admit(self, url: str) -> bool:
-        """Return whether a server that is back has the newest weights; push them if it has not."""
+        """Return whether a server has the newest weights after an outage; send them if it has not."""
         if self._newest is None:
             return True
         version = str(self._newest[1])
-        info = await self.servers.ask(url, "/weight_info", timeout_s=self.timeout_s, method="GET")
+        info = await self.servers.request(url, "/weight_info", timeout_s=self.timeout_s, method="GET")
         if info.ok and isinstance(info.body, dict) and info.body.get("weight_version") == version:
-            return (await self.servers.ask(url, "/resume", timeout_s=self.timeout_s)).ok
+            return (await self.servers.request(url, "/resume", timeout_s=self.timeout_s)).ok
         self._ready.discard(url)
         return await self._pusher.admit(url)

@@ -28,12 +28,12 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Lora:
-    """Pushes an adapter under a new name, `NAME-vVERSION`, which every new request then uses as its model.
+    """Weight sync with an adapter under a new name, `NAME-vVERSION`, which every new request then uses as its model.
 
     Args:
-        servers: started with the flags of `vllm_arguments("lora", versions=keep)`; each push updates `servers.model`.
+        servers: started with the flags of `vllm_arguments("lora", versions=keep)`; each sync updates `servers.model`.
         folder: folder of the adapters; servers must see it under the same path.
-        config: contents of PEFT's adapter_config.json; required if weights are given as tensors.
+        config: contents of PEFT's adapter_config.json; required if weights are passed as tensors.
         name: prefix of the adapter names.
         keep: minimum number of versions that stay loaded. A version that a request still uses stays loaded, and all
             later ones.
@@ -52,7 +52,7 @@ class Lora:
     ):
         if keep < 2:
             raise ArgumentError(
-                f"TG-SYNC-006: keep is {keep}. Requests in flight name the adapter before. Keep at least 2."
+                f"TG-SYNC-006: keep is {keep}. It must be at least 2: requests in flight use the previous adapter."
             )
         self.servers, self.folder, self.config = servers, Path(folder).absolute(), config
         self.name, self.keep, self.timeout_s = name, keep, timeout_s
@@ -81,7 +81,7 @@ class Lora:
             path = Path(weights).absolute()
             if not (path / CONFIG).is_file():
                 raise ArgumentError(
-                    f"TG-SYNC-007: {path} holds no {CONFIG}. Servers would refuse it. Name the folder of an adapter."
+                    f"TG-SYNC-007: {path} has no {CONFIG}, so servers would reject it. Pass the folder of an adapter."
                 )
         else:
             path = self.folder / name
@@ -96,7 +96,7 @@ class Lora:
         """Write the folder of an adapter, completely or not at all."""
         if self.config is None:
             raise ArgumentError(
-                "TG-SYNC-008: Tensors of an adapter are nothing without its rank. Pass Lora PEFT's `config`."
+                "TG-SYNC-008: servers cannot load an adapter without its rank. Pass PEFT's `config` to Lora."
             )
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -120,7 +120,7 @@ class Lora:
         return 0.0
 
     async def _unload(self, url: str, name: str) -> None:
-        await self.servers.ask(url, "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self.timeout_s)
+        await self.servers.request(url, "/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=self.timeout_s)
 
     async def _forget(self) -> None:
         """Unload all adapters except the newest and those in use, and delete the folders written for them."""
@@ -135,7 +135,9 @@ class Lora:
     async def _admit(self, url: str) -> bool:
         """Return whether a server that is back has the newest adapter; load it, and those in use, if it has not."""
         for name, path in self.loaded[:-1]:
-            await self.servers.ask(url, "/v1/load_lora_adapter", _load_request(name, path), timeout_s=self.timeout_s)
+            await self.servers.request(
+                url, "/v1/load_lora_adapter", _load_request(name, path), timeout_s=self.timeout_s
+            )
         return not self.loaded or await self._pusher.admit(url)
 
 

@@ -40,7 +40,7 @@ class Meta:
 
 
 class Source:
-    """Weights of the current push, in the form that vLLM's engine reads: first metadata, then one tensor at a time."""
+    """Weights of the current sync, in the form that vLLM's engine reads: first metadata, then one tensor at a time."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Any] = {}
@@ -103,9 +103,9 @@ class Client:
 
 
 class Nccl:
-    """Pushes all weights by NCCL; the calling process is rank 0 of a group with all ranks of all servers.
+    """Weight sync by NCCL; the calling process is rank 0 of a group with all ranks of all servers.
 
-    One failing server breaks the group for all. A push that fails therefore evicts the servers that refused, creates a
+    One failing server breaks the group for all. A failed sync therefore evicts the servers that refused, creates a
     new group of the others, and is sent once more to them. All of them stay paused until then.
 
     Args:
@@ -143,8 +143,8 @@ class Nccl:
         self.source.weights = deduplicate(weights)
         if cpu_tensor_name := next((name for name, tensor in self.source.weights.items() if not tensor.is_cuda), None):
             raise ArgumentError(
-                f"TG-SYNC-010: {cpu_tensor_name} is not on a GPU, and NCCL sends from GPUs alone. Use "
-                f"weight_sync.File elsewhere."
+                f"TG-SYNC-010: {cpu_tensor_name} is not on a GPU, but NCCL sends only from GPUs. Use weight_sync.File "
+                f"instead."
             )
         started = time.monotonic()
         evicted: list[Eviction] = []
@@ -154,8 +154,8 @@ class Nccl:
             error = await self._once(version, evicted)
         if error is not None:
             raise SyncError(
-                f"TG-SYNC-011: Version {version} reached no server by NCCL: {type(error).__name__}: {error}. The "
-                "servers stay paused. Look at their logs, start them again, and the run from its folder."
+                f"TG-SYNC-011: version {version} reached no server by NCCL: {type(error).__name__}: {error}. The "
+                "servers stay paused. Read their logs, restart them and resume the run."
             ) from error
         seconds = time.monotonic() - started
         return SyncResult(version, seconds, 0.0, tuple(self.servers.urls), tuple(evicted), repeated=repeated)
@@ -192,12 +192,12 @@ class Nccl:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
         except ImportError as error:
             raise ArgumentError(
-                "TG-SYNC-012: weight_sync.Nccl uses vLLM's own classes in the trainer, which has none. Install vllm "
-                "here, or use weight_sync.File."
+                "TG-SYNC-012: weight_sync.Nccl needs vLLM in the trainer's environment. Install vllm here, or use "
+                "weight_sync.File."
             ) from error
         worlds = {}
         for url in urls:
-            answer = await self.servers.ask(url, "/get_world_size", method="GET", timeout_s=self.timeout_s)
+            answer = await self.servers.request(url, "/get_world_size", method="GET", timeout_s=self.timeout_s)
             if not answer.ok:
                 raise RequestRefused("/get_world_size", answer)
             worlds[url] = int(answer.body["world_size"])
@@ -233,4 +233,4 @@ class Nccl:
                 await asyncio.wait_for(asyncio.to_thread(engine.shutdown), 10.0)
         for url in self.servers.urls:
             for path in ("/finish_weight_update", "/shutdown_weight_transfer_engine"):
-                await self.servers.ask(url, path, timeout_s=self.timeout_s)
+                await self.servers.request(url, path, timeout_s=self.timeout_s)

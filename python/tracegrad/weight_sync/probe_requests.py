@@ -70,7 +70,7 @@ async def send_probes(
     *,
     tokens: int | None = None,
     length: float | None = None,
-    again: bool = True,
+    repeat_first: bool = True,
     salt: str | None = None,
     timeout_s: float = 60.0,
     wait_s: float = 600.0,
@@ -82,9 +82,9 @@ async def send_probes(
     Args:
         servers: the servers.
         probes: requests, sent in turn.
-        tokens: sampled tokens per server, default `TOKENS`; fewer if `ROUNDS` rounds give fewer.
+        tokens: sampled tokens per server, default `TOKENS`; fewer if `ROUNDS` rounds sample fewer.
         length: expected sampled tokens per answer, if known: the first round requests a tenth more than needed.
-        again: send the first request once more at the end: a server samples another answer, a cache returns the same.
+        repeat_first: send the first request again at the end: a server samples a new answer, a cache repeats the old.
         salt: sent as `cache_salt`; with a new one, no keys and values are cached.
         timeout_s: time limit of one request, in seconds.
         wait_s: seconds to wait for a server if none is reachable.
@@ -94,22 +94,21 @@ async def send_probes(
     """
     if not probes:
         raise ArgumentError(
-            "TG-SYNC-013: There is no request to ask the servers. What they serve cannot be compared. Pass some."
+            "TG-SYNC-013: probes is empty, so the servers' weights cannot be checked. Pass at least one probe."
         )
     deadline = time.monotonic() + wait_s
     while True:
-        wanted = TOKENS if tokens is None else tokens
-        first = min(MOST_AT_ONCE, math.ceil(1.1 * wanted / length)) if length else AT_ONCE
-        pending = (_rounds(servers, url, probes, wanted, first, again, salt, timeout_s) for url in servers.ready)
+        target = TOKENS if tokens is None else tokens
+        first = min(MOST_AT_ONCE, math.ceil(1.1 * target / length)) if length else AT_ONCE
+        pending = (_rounds(servers, url, probes, target, first, repeat_first, salt, timeout_s) for url in servers.ready)
         answers_by_server = await asyncio.gather(*pending)
         answers = [answer for server_answers in answers_by_server for answer in server_answers]
         if answers:
             return answers
         if not await servers.usable(deadline - time.monotonic()):
             raise SyncError(
-                f"TG-SYNC-014: No server was there to be asked after a push, within {wait_s:g} s: "
-                f"{', '.join(servers.urls)}. Nobody knows what they serve. Start them again, and the run from its "
-                "folder."
+                f"TG-SYNC-014: no server answered within {wait_s:g} s after a weight sync: {', '.join(servers.urls)}. "
+                "Their weights cannot be checked. Restart them and resume the run."
             )
 
 
@@ -155,14 +154,14 @@ async def send_probe(
     body: dict[str, Any] = {**probe.body, **_ALWAYS[probe.path], "model": servers.model}
     if salt is not None:
         body["cache_salt"] = salt
-    answer = await servers.ask(url, probe.path, body, timeout_s=timeout_s)
+    answer = await servers.request(url, probe.path, body, timeout_s=timeout_s)
     if answer.status == 0 and not answer.silent:
-        servers.leave_out(url, f"gone when it was asked after a push: {answer.words}")
+        servers.suspend(url, f"no answer to a probe after a weight sync: {answer.words}")
         return None
     if not answer.ok:
         raise SyncError(
-            f"TG-SYNC-015: {url}{probe.path} did not answer a request of the run after a push: {answer.words}. Nobody "
-            "knows what it serves. Look into its log."
+            f"TG-SYNC-015: {url}{probe.path} did not answer a probe after a weight sync: {answer.words}. Its weights "
+            "cannot be checked. Read its log."
         )
     try:
         choice = answer.body["choices"][0]
@@ -171,26 +170,26 @@ async def send_probe(
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise SyncError(
             f"TG-SYNC-016: {url}{probe.path} answered without token ids or logprobs ({type(error).__name__}: {error}). "
-            "What it serves cannot be compared with the trainer. Serve with vLLM from 0.10.2 on."
+            "Its weights cannot be checked. Use vLLM 0.10.2 or newer."
         ) from error
     if len(ids) != len(logprobs) or not prompt or not all(map(math.isfinite, logprobs)):
         raise SyncError(
             f"TG-SYNC-017: {url}{probe.path} answered with {len(ids)} ids and {len(logprobs)} logprobs after "
-            f"{len(prompt)} ids of a prompt. What it serves cannot be compared with the trainer. Look at its log."
+            f"{len(prompt)} prompt ids. Its weights cannot be checked. Read its log."
         )
     name = answer.body.get("id")
     return ProbeAnswer(url, number, list(prompt), ids, logprobs, name if isinstance(name, str) else None)
 
 
-def find_repeated_id(said: Sequence[ProbeAnswer]) -> ProbeAnswer | None:
+def find_repeated_id(answers: Sequence[ProbeAnswer]) -> ProbeAnswer | None:
     """Return an answer whose id another answer has too, None if there is none: servers use each id once.
 
     >>> one, two = (ProbeAnswer("http://a", 0, [1], [2], [-0.5], name) for name in ("chat-1", "chat-2"))
     >>> find_repeated_id([one, two]), find_repeated_id([one, two, one]) is one
     (None, True)
     """
-    counts = Counter((answer.url, answer.id) for answer in said if answer.id is not None)
-    return next((answer for answer in said if answer.id is not None and counts[answer.url, answer.id] > 1), None)
+    counts = Counter((answer.url, answer.id) for answer in answers if answer.id is not None)
+    return next((answer for answer in answers if answer.id is not None and counts[answer.url, answer.id] > 1), None)
 
 
 def _logprobs(listed: Mapping[str, Any]) -> list[float]:

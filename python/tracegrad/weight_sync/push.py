@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SyncError(TracegradError):
-    """New weights reached no server; the message has the servers, their answers and what to do."""
+    """Failure of a weight sync on every server; the message has the servers, their answers and the fix."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Eviction:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.url} is left out for the rest of the run: {self.why}"
+        return f"{self.url} is evicted for the rest of the run: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,16 @@ class SyncResult:
     version: int
     seconds: float
     write_s: float
-    ok: tuple[str, ...]
+    updated: tuple[str, ...]
     evicted: tuple[Eviction, ...] = ()
-    away: tuple[str, ...] = ()
+    unreachable: tuple[str, ...] = ()
     repeated: int = 0
 
     def lines(self) -> list[str]:
         """Return one line for the user per server that did not load the weights; empty if all did."""
         waiting = [
-            f"{url} was gone when version {self.version} was pushed; it is asked again once back" for url in self.away
+            f"{url} was not reachable during the sync of version {self.version}; it is used again once it answers"
+            for url in self.unreachable
         ]
         return [*map(str, self.evicted), *waiting]
 
@@ -61,12 +62,12 @@ class Sync(Protocol):
     """Weight-sync backend."""
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
-        """Push the weights to every server; raises SyncError if none loaded them."""
+        """Send the weights to every server; raises SyncError if none loaded them."""
         ...
 
 
 class RequestRefused(Exception):
-    """A request of a push that a server did not execute. `gone` is true if there was no answer."""
+    """Request of a weight sync that a server did not execute. `gone` is true if the server did not answer."""
 
     def __init__(self, path: str, answer: Answer):
         super().__init__(f"{path.split('?')[0]} {answer.words}")
@@ -77,7 +78,7 @@ async def send_control_request(
     servers: Servers, url: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
 ) -> None:
     """Send one control request to one server; raises Refused unless it succeeds."""
-    answer = await servers.ask(url, path, body, timeout_s=timeout_s)
+    answer = await servers.request(url, path, body, timeout_s=timeout_s)
     if not answer.ok:
         raise RequestRefused(path, answer)
 
@@ -86,15 +87,15 @@ def check_version(version: int) -> int:
     """Return a valid version; raises ArgumentError for any other value."""
     if isinstance(version, bool) or not isinstance(version, int) or version < 0:
         raise ArgumentError(
-            f"TG-SYNC-018: version is {version!r}. Versions count the trainer's updates. Give an integer from 0."
+            f"TG-SYNC-018: version is {version!r}. It must be an integer from 0, the number of updates of the trainer."
         )
     return version
 
 
 class SyncRunner:
-    """Pushes one version at a time to all servers with `steps(url, repeat)`, at most twice each.
+    """Syncs one version at a time to all servers with `steps(url, repeat)`, at most twice each.
 
-    A server that comes back must first pass `admit`, since it may have older or initial weights.
+    A server must pass `admit` after an outage, since it may have older or initial weights.
     """
 
     def __init__(self, servers: Servers, steps: Callable[[str, bool], Awaitable[float]], timeout_s: float):
@@ -102,14 +103,14 @@ class SyncRunner:
         self._busy: dict[str, asyncio.Lock] = {}
 
     async def push(self, version: int, write_s: float) -> SyncResult:
-        """Push to all servers at once and return the result."""
+        """Sync to all servers at once and return the result."""
         urls = list(self.servers.urls)
         results = await asyncio.gather(*map(self._push_to, urls))
         evicted, away = [], []
         for url, result in zip(urls, results, strict=True):
             if isinstance(result[1], RequestRefused) and result[1].gone:
                 away.append(url)
-                self.servers.leave_out(url, f"gone when version {version} was pushed: {result[1]}")
+                self.servers.suspend(url, f"not reachable during the sync of version {version}: {result[1]}")
             elif isinstance(result[1], RequestRefused):
                 evicted.append(Eviction(url, f"version {version} did not reach it in two tries: {result[1]}"))
                 self.servers.evict(url, evicted[-1].why)
@@ -119,8 +120,8 @@ class SyncRunner:
                 [*(f"{server.url}: {server.why}" for server in evicted), *(f"{url}: gone" for url in away)]
             )
             raise SyncError(
-                f"TG-SYNC-019: Version {version} reached no server: {reasons or 'none was left'}. They cannot be asked "
-                "with weights that are unknown. Look at their logs, start them again, and the run from its folder."
+                f"TG-SYNC-019: version {version} reached no server: {reasons or 'none is available'}. Their weights "
+                "are unknown. Read their logs, restart them and resume the run."
             )
         seconds = max((result[0] for result in results if result[1] is None), default=0.0)
         repeated = sum(result[2] for result in results)
@@ -139,5 +140,5 @@ class SyncRunner:
                 return 0.0, error, True
 
     async def admit(self, url: str) -> bool:
-        """Push the newest version to a server that is back; return whether it loaded it."""
+        """Send the newest version to a server after an outage; return whether it was loaded."""
         return (await self._push_to(url))[1] is None

@@ -14,7 +14,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_arguments(
-    kind: str, *, beside: str | Path | None = None, guard: bool = False, versions: int = 3, rank: int = 16
+    kind: str, *, package_folder: str | Path | None = None, require_key: bool = False, versions: int = 3, rank: int = 16
 ) -> tuple[list[str], dict[str, str]]:
     """Return flags and environment variables of a server for one weight-sync backend.
 
@@ -24,9 +24,9 @@ def vllm_arguments(
 
     Args:
         kind: "file", "nccl" or "lora".
-        beside: an empty folder for a link to this package, which is added to PYTHONPATH, for an interpreter that has
-            vLLM but not tracegrad. It gets no other package of this interpreter.
-        guard: require VLLM_API_KEY on every path, see `auth`.
+        package_folder: an empty folder for a link to this package, which is added to PYTHONPATH, for an interpreter
+            with vLLM but not tracegrad. It gets no other package of this interpreter.
+        require_key: require VLLM_API_KEY on every path, see `auth`.
         versions, rank: for "lora": number of adapters loaded at once, and their largest rank; the flag is the next rank
             that vLLM accepts.
     """
@@ -35,10 +35,10 @@ def vllm_arguments(
         flags += [f"--{name.replace('_', '-')}", *_flag_value(value)]
     dev = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if kind == "lora" else {"VLLM_SERVER_DEV_MODE": "1"}
     environment = dict(dev)
-    if guard:
+    if require_key:
         flags += ["--middleware", GUARD]
-    if beside is not None:
-        path = [str(_link_package(Path(beside))), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if package_folder is not None:
+        path = [str(_link_package(Path(package_folder))), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
     return flags, environment
 
@@ -50,9 +50,7 @@ def engine_arguments(kind: str, *, versions: int = 3, rank: int = 16) -> dict[st
     {'enable_lora': True, 'max_loras': 3, 'max_lora_rank': 8}
     """
     if kind not in ("file", "nccl", "lora"):
-        raise ArgumentError(
-            f"TG-SYNC-020: sync is {kind!r}. A server is started for one kind. Choose 'file', 'nccl' or 'lora'."
-        )
+        raise ArgumentError(f"TG-SYNC-020: sync is {kind!r}. It must be 'file', 'nccl' or 'lora'.")
     if kind == "lora":
         return {"enable_lora": True, "max_loras": versions, "max_lora_rank": _accepted_rank(rank)}
     return {"worker_extension_cls": WORKER, "weight_transfer_config": {"backend": f"tracegrad_{kind}"}}
@@ -73,8 +71,8 @@ def _accepted_rank(rank: int) -> int:
     """
     if not 1 <= rank <= RANKS[-1]:
         raise ArgumentError(
-            f"TG-SYNC-021: the rank of the adapters is {rank}. vLLM takes 1 to {RANKS[-1]}, and no server could load "
-            "them. Train adapters of such a rank, or push whole weights by sync 'file'."
+            f"TG-SYNC-021: the rank of the adapters is {rank}, but vLLM accepts only 1 to {RANKS[-1]}. Train adapters "
+            "of such a rank, or sync merged weights with 'file'."
         )
     return next(accepted for accepted in RANKS if accepted >= rank)
 

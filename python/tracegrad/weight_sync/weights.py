@@ -22,19 +22,19 @@ def deduplicate(weights: Mapping[str, Any]) -> dict[str, Any]:
 
     if not weights:
         raise ArgumentError(
-            "TG-SYNC-022: There are no weights to push. A server would keep its old ones. Pass the model's."
+            "TG-SYNC-022: weights is empty, so servers would keep their old weights. Pass the model's weights."
         )
     stored: dict[str, Any] = {}
     seen = set()
     for name, tensor in weights.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
-                f"TG-SYNC-023: Weight {name!r} is a {type(tensor).__name__}, no tensor. Pass a mapping of tensors."
+                f"TG-SYNC-023: weight {name!r} is a {type(tensor).__name__}, not a tensor. Pass a mapping of tensors."
             )
         if hasattr(tensor, "full_tensor"):
             raise ArgumentError(
-                f"TG-SYNC-024: Weight {name!r} is a shard of a tensor; a server needs it whole. Pass "
-                f"Run.weights(), which gathers."
+                f"TG-SYNC-024: weight {name!r} is a shard of a tensor, but servers need the full tensor. Pass "
+                f"Trainer.weights(), which gathers the shards."
             )
         memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         if tensor.numel() and memory in seen:

@@ -66,8 +66,8 @@ class Reloading:
             self.heads = tied_heads(self.model)
         initialize_layerwise_reload(self.model)
 
-    def give_up(self) -> None:
-        """Discard what was loaded so far and restore the old tensors, so that the next update can start over."""
+    def abort_update(self) -> None:
+        """Discard the tensors loaded so far and restore the old ones, so that the next update can start over."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -83,7 +83,7 @@ class Reloading:
             head.quant_method.process_weights_after_loading(head)
         if missing:
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            raise ValueError(f"the update held nothing, or only a part, for {names}. Push the whole model")
+            raise ValueError(f"the update had no or incomplete weights for {names}. Send the complete model")
 
     def _incomplete_layers(self) -> list[str]:
         """Return the names of layers with missing weights.
@@ -124,12 +124,12 @@ class FileEngine(Reloading, WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             size = os.path.getsize(update_info.path)
             if update_info.bytes is not None and size != update_info.bytes:
                 raise ValueError(
-                    f"{update_info.path} holds {size} bytes here and {update_info.bytes} where it was written. "
-                    "A disk that is shared late shows old files: wait, or push by another folder"
+                    f"{update_info.path} has {size} bytes here and {update_info.bytes} on the trainer's machine. A "
+                    "shared disk may show new files late: wait, or use another folder"
                 )
             self.model.load_weights(tensors(update_info.path))
         except BaseException:
-            self.give_up()
+            self.abort_update()
             raise
 
     def shutdown(self) -> None:
@@ -144,7 +144,7 @@ class NcclEngine(Reloading, NCCLWeightTransferEngine):
         try:
             super().receive_weights(update_info)
         except BaseException:
-            self.give_up()
+            self.abort_update()
             raise
 
 

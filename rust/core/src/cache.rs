@@ -2,7 +2,7 @@
 //!
 //! New entries go to the young table. When it is full it becomes the old table, and the entries of the previous old
 //! table are dropped. A read moves an entry from the old table to the young one. Callers provide the locks and compare
-//! the keys. Every part of a key begins with its type and its length, so that different values have different bytes.
+//! the keys. Every part of a key starts with its type and its length, so that different values have different bytes.
 //!
 //! `quick_cache` is not used: it hashes a key again, and the first render of a prompt took 6 % more instructions. `lru`
 //! limits the number of entries, not their bytes.
@@ -15,7 +15,7 @@ use std::mem;
 /// A cache of values by the hash of their keys. The caller's function `fits` compares the key of a value with that
 /// hash.
 #[derive(Debug)]
-pub(crate) struct Generations<T> {
+pub(crate) struct TwoTableCache<T> {
     young: HashTable<Entry<T>>,
     old: HashTable<Entry<T>>,
     bytes: usize,
@@ -29,7 +29,7 @@ struct Entry<T> {
     value: T,
 }
 
-impl<T> Generations<T> {
+impl<T> TwoTableCache<T> {
     /// Creates an empty cache. Each of its two tables may use at most `limit` bytes.
     pub fn new(limit: usize) -> Self {
         Self { young: HashTable::new(), old: HashTable::new(), bytes: 0, limit }
@@ -47,7 +47,7 @@ impl<T> Generations<T> {
         Some(result)
     }
 
-    /// Adds a value that takes `bytes`.
+    /// Adds a value of size `bytes`.
     pub fn put(&mut self, hash: u64, bytes: usize, value: T) {
         self.insert(Entry { hash, bytes, value });
     }
@@ -105,7 +105,7 @@ fn write_number(key: &mut Vec<u8>, number: &Number) {
 
 /// Appends a text without its type, for callers whose next part is always a text.
 pub(crate) fn write_text(key: &mut Vec<u8>, text: &str) {
-    cancel::before(text.len());
+    cancel::check_before_bytes(text.len());
     key.extend_from_slice(&text.len().to_le_bytes());
     key.extend_from_slice(text.as_bytes());
 }

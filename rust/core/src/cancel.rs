@@ -1,8 +1,8 @@
 //! Cancellation: work calls [`check`] at short intervals, and the caller's function decides now and then whether to
 //! stop.
 //!
-//! Callers of the core use [`watched`]; everything that may take long calls [`check`]. Cancelled work unwinds up to
-//! [`watched`], so that its memory is freed.
+//! Callers of the core use [`run_cancellable`]; everything that may take long calls [`check`]. Cancelled work unwinds up to
+//! [`run_cancellable`], so that its memory is freed.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -14,12 +14,12 @@ use std::time::{Duration, Instant};
 pub(crate) const PAUSE: Duration = Duration::from_millis(50);
 
 /// Panic payload of cancelled work. Code that catches panics must let it pass.
-pub(crate) struct Stopped;
+pub(crate) struct Cancelled;
 
 /// A piece of work that its caller may cancel.
 struct Watch {
     asked: AtomicBool,
-    /// Returns whether to stop. It is called only on the thread that called [`watched`].
+    /// Returns whether to stop. It is called only on the thread that called [`run_cancellable`].
     poll: fn() -> bool,
 }
 
@@ -27,7 +27,7 @@ struct Watch {
 #[derive(Default)]
 struct Place {
     watch: Option<Arc<Watch>>,
-    /// Whether this thread called [`watched`] itself.
+    /// Whether this thread called [`run_cancellable`] itself.
     is_caller: bool,
     polled: Option<Instant>,
 }
@@ -56,22 +56,22 @@ impl Drop for Back {
 /// let endless = || loop {
 ///     cancel::check();
 /// };
-/// assert!(cancel::watched(|| true, endless).is_none());
-/// assert_eq!(cancel::watched(|| true, || 2 + 2), Some(4));
+/// assert!(cancel::run_cancellable(|| true, endless).is_none());
+/// assert_eq!(cancel::run_cancellable(|| true, || 2 + 2), Some(4));
 /// ```
-pub fn watched<T>(poll: fn() -> bool, work: impl FnOnce() -> T) -> Option<T> {
+pub fn run_cancellable<T>(poll: fn() -> bool, work: impl FnOnce() -> T) -> Option<T> {
     let watch = Some(Arc::new(Watch { asked: AtomicBool::new(false), poll }));
     let _back = Back(PLACE.replace(Place { watch, is_caller: true, polled: None }));
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(result) => Some(result),
-        Err(panic) if panic.is::<Stopped>() => None,
+        Err(panic) if panic.is::<Cancelled>() => None,
         Err(panic) => resume_unwind(panic),
     }
 }
 
 /// Unwinds if the work of this thread was cancelled.
 ///
-/// It takes some nanoseconds if nobody watches, and some tens of nanoseconds otherwise. Call it between pieces of work
+/// It costs some nanoseconds if the work cannot be cancelled, and some tens of nanoseconds otherwise. Call it between pieces of work
 /// of 10 microseconds and more.
 pub fn check() {
     look(|polled| polled.is_some_and(|polled| polled.elapsed() >= PAUSE));
@@ -79,7 +79,7 @@ pub fn check() {
 
 /// Calls [`check`] in one of 16384 rounds, for loops whose rounds take nanoseconds.
 #[inline]
-pub(crate) fn now_and_then(round: usize) {
+pub(crate) fn check_every_16384(round: usize) {
     if round & 0x3fff == 0x3fff {
         check();
     }
@@ -87,7 +87,7 @@ pub(crate) fn now_and_then(round: usize) {
 
 /// Calls [`check`] before work on a mebibyte and more, for bytes that are copied or searched in one piece.
 #[inline]
-pub(crate) fn before(bytes: usize) {
+pub(crate) fn check_before_bytes(bytes: usize) {
     if bytes >= 1 << 20 {
         check();
     }
@@ -97,7 +97,7 @@ pub(crate) fn before(bytes: usize) {
 pub(crate) fn sort_by_key<T, K: Ord>(items: &mut [T], mut key: impl FnMut(&T) -> K) {
     let mut round: usize = 0;
     items.sort_unstable_by(|one, other| {
-        now_and_then(round);
+        check_every_16384(round);
         round += 1;
         key(one).cmp(&key(other))
     });
@@ -124,7 +124,7 @@ fn look(is_due: impl Fn(Option<Instant>) -> bool) {
         (false, due.then(|| Arc::clone(watch)))
     });
     if must_stop || poll.is_some_and(|watch| watch.stops()) {
-        resume_unwind(Box::new(Stopped));
+        resume_unwind(Box::new(Cancelled));
     }
 }
 
@@ -139,14 +139,14 @@ impl Watch {
 
 /// Handle to a thread's work, for its tasks on other threads.
 #[derive(Clone)]
-pub(crate) struct Here(Option<Arc<Watch>>);
+pub(crate) struct WorkHandle(Option<Arc<Watch>>);
 
 /// Returns the handle of this thread's work.
-pub(crate) fn here() -> Here {
-    Here(PLACE.with_borrow(|place| place.watch.clone()))
+pub(crate) fn here() -> WorkHandle {
+    WorkHandle(PLACE.with_borrow(|place| place.watch.clone()))
 }
 
-impl Here {
+impl WorkHandle {
     /// Returns whether somebody may cancel the work.
     pub fn is_watched(&self) -> bool {
         self.0.is_some()
@@ -170,16 +170,16 @@ impl Here {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Kind, caught};
+    use crate::{Kind, catch_panic};
 
     #[test]
     fn work_is_stopped_through_whatever_catches_panics_and_gives_its_memory_back() {
         let held = Arc::new(());
         let inside = Arc::clone(&held);
-        let stopped = watched(
+        let stopped = run_cancellable(
             || true,
             move || {
-                caught(Kind::Format, "work", || {
+                catch_panic(Kind::Format, "work", || {
                     while Arc::strong_count(&inside) > 1 {
                         check();
                     }
@@ -194,10 +194,10 @@ mod tests {
 
     #[test]
     fn work_inside_of_other_work_leaves_it_its_own_caller() {
-        let outer = watched(
+        let outer = run_cancellable(
             || false,
             || {
-                assert!(watched(|| true, check_now).is_none());
+                assert!(run_cancellable(|| true, check_now).is_none());
                 check_now();
                 7
             },
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn a_panic_is_not_taken_for_a_stop() {
-        let caught = catch_unwind(|| watched(|| false, || panic!("no")));
+        let caught = catch_unwind(|| run_cancellable(|| false, || panic!("no")));
         assert!(caught.is_err());
     }
 }

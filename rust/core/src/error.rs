@@ -1,4 +1,4 @@
-//! The error type of the core: what is wrong, where, why it matters, and what to do.
+//! The error type of the core: the problem, its place, why it matters, and the fix.
 //!
 //! All modules use it, and no other error type leaves the core. The binding crate converts it to Python exceptions in
 //! one place.
@@ -46,16 +46,16 @@ pub struct Location {
     pub token: Option<usize>,
 }
 
-/// Place in a file at which a record begins.
+/// Place in a file at which a record starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct At {
+pub struct RecordPlace {
     /// 1-based number of its line, or of its row in a table.
     pub line: u64,
     /// 1-based number of the record, if several may be on one line.
     pub record: Option<u64>,
 }
 
-impl At {
+impl RecordPlace {
     /// Returns the location in `file`.
     pub(crate) fn in_file(self, file: &Arc<str>) -> Location {
         Location { file: Some(Arc::clone(file)), line: Some(self.line), record: self.record, ..Location::default() }
@@ -68,7 +68,7 @@ impl At {
     }
 }
 
-impl From<u64> for At {
+impl From<u64> for RecordPlace {
     fn from(line: u64) -> Self {
         Self { line, record: None }
     }
@@ -100,7 +100,7 @@ impl fmt::Display for Location {
     }
 }
 
-/// An error of the core. `Display` writes one line: `code: where: what. why. cure.`
+/// An error of the core. `Display` writes one line: `code: where: what. why. fix.`
 ///
 /// The fields contain the text unchanged. The line is for terminals and logs, so it shows control characters and
 /// similar ones as escapes.
@@ -110,20 +110,20 @@ pub struct Error {
     pub kind: Kind,
     /// Stable code of the cause, such as `TG-READ-001`. It identifies the problem if the wording changes.
     pub code: &'static str,
-    /// What is wrong, without a full stop.
+    /// The problem, without a full stop.
     pub what: String,
     /// Place of the problem.
     pub location: Box<Location>,
     /// Why it matters, without a full stop; may be empty.
     pub why: String,
     /// What to do, without a full stop; may be empty.
-    pub cure: String,
+    pub fix: String,
 }
 
 impl Error {
     /// Creates an error of `kind` with the code of its cause and the problem `what`.
     pub fn new(kind: Kind, code: &'static str, what: impl Into<String>) -> Self {
-        Self { kind, code, what: what.into(), location: Box::default(), why: String::new(), cure: String::new() }
+        Self { kind, code, what: what.into(), location: Box::default(), why: String::new(), fix: String::new() }
     }
 
     /// Adds why it matters.
@@ -135,8 +135,8 @@ impl Error {
 
     /// Adds what to do.
     #[must_use]
-    pub fn cure(mut self, cure: impl Into<String>) -> Self {
-        self.cure = cure.into();
+    pub fn fix(mut self, cure: impl Into<String>) -> Self {
+        self.fix = cure.into();
         self
     }
 
@@ -164,14 +164,14 @@ impl Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut shown = Shown(f);
+        let mut shown = Escaped(f);
         write!(shown, "{}: ", self.code)?;
         let place = self.location.to_string();
         if !place.is_empty() {
             write!(shown, "{place}: ")?;
         }
         write!(shown, "{}.", self.what)?;
-        for part in [&self.why, &self.cure] {
+        for part in [&self.why, &self.fix] {
             if !part.is_empty() {
                 write!(shown, " {part}.")?;
             }
@@ -182,12 +182,12 @@ impl fmt::Display for Error {
 
 /// Formatter that makes third-party text safe for a terminal: one line, with control, direction and invisible
 /// characters as escapes. `tracegrad.errors.shown` does the same for messages from Python.
-struct Shown<'a, 'f>(&'a mut fmt::Formatter<'f>);
+struct Escaped<'a, 'f>(&'a mut fmt::Formatter<'f>);
 
-impl fmt::Write for Shown<'_, '_> {
+impl fmt::Write for Escaped<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         let mut rest = text;
-        while let Some((at, found)) = rest.char_indices().find(|&(_, found)| steers(found)) {
+        while let Some((at, found)) = rest.char_indices().find(|&(_, found)| is_unsafe_for_terminal(found)) {
             self.0.write_str(&rest[..at])?;
             match found {
                 '\n' => self.0.write_str("\\n")?,
@@ -204,7 +204,7 @@ impl fmt::Write for Shown<'_, '_> {
 }
 
 /// Returns whether a character is a control character, breaks a line, sets the text direction, or has no width.
-fn steers(character: char) -> bool {
+fn is_unsafe_for_terminal(character: char) -> bool {
     matches!(
         character,
         '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}'
@@ -232,14 +232,14 @@ mod tests {
         ) {
             let (file, trace) = (Some(parts[0].as_str().into()), Some(parts[1].clone()));
             let place = Location { file, line: Some(1), trace, ..Location::default() };
-            let error = Error::new(Kind::Format, "TG-TEST-000", &*parts[2]).why(&*parts[3]).cure(&*parts[4]).at(&place);
+            let error = Error::new(Kind::Format, "TG-TEST-000", &*parts[2]).why(&*parts[3]).fix(&*parts[4]).at(&place);
             let text = error.to_string();
             let unsafe_ones = |c: &char| {
                 c.is_control() || matches!(*c as u32, 0x61c | 0x200b..=0x200f | 0x2028..=0x202e | 0x2066..=0x2069 | 0xfeff)
             };
             prop_assert_eq!(text.chars().find(unsafe_ones), None);
             // Other characters are unchanged.
-            let plain: String = text.chars().filter(|c| !steers(*c)).collect();
+            let plain: String = text.chars().filter(|c| !is_unsafe_for_terminal(*c)).collect();
             prop_assert_eq!(plain, text);
         }
     }
@@ -256,7 +256,7 @@ mod tests {
         let place = Location { file, line: Some(48), trace, turn: Some(3), ..Location::default() };
         let error = Error::new(Kind::Format, "TG-TEST-000", "412 ids but 411 logprobs")
             .why("The ratio of the last token is undefined")
-            .cure("Record the stop token's logprob")
+            .fix("Record the stop token's logprob")
             .at(&place);
         assert_eq!(
             error.to_string(),

@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use std::borrow::Cow;
 
-/// The reserved key. Keys in real JSON do not begin with NUL.
+/// The reserved key. Keys in real JSON do not start with NUL.
 const KEY: &str = "\u{0}number";
 /// Python rejects longer integers.
 const DIGITS: usize = 4300;
@@ -19,7 +19,7 @@ const NEGATIVE_INFINITY: &str = "-Infinity";
 
 /// Returns the value that Python reads for the text of a number, or `None` if `json` rejects it.
 pub fn number(token: &str) -> Option<Value> {
-    match odd(token) {
+    match python_notation(token) {
         Some(Cow::Borrowed(other)) => Some(held(other)),
         Some(Cow::Owned(zero)) => serde_json::from_str(&zero).ok(),
         None => serde_json::from_str(token).ok(),
@@ -27,12 +27,12 @@ pub fn number(token: &str) -> Option<Value> {
 }
 
 /// Returns the digits of an integer beyond 64 bits, or `Infinity` or `-Infinity`, if the value is such a number.
-pub fn text(value: &Value) -> Option<&str> {
+pub fn digits_of(value: &Value) -> Option<&str> {
     let Value::Object(map) = value else { return None };
     text_in(map)
 }
 
-/// As [`text`], for the fields of an object.
+/// As [`digits_of`], for the fields of an object.
 pub fn text_in(map: &Map<String, Value>) -> Option<&str> {
     if map.len() != 1 {
         return None;
@@ -64,14 +64,14 @@ pub fn parse(text: &str) -> serde_json::Result<Value> {
     if parsed.as_ref().is_ok_and(|value| !is_doubtful(value)) {
         return parsed;
     }
-    match kept(text) {
+    match replace_big_numbers(text) {
         Cow::Borrowed(_) => parsed,
-        Cow::Owned(kept) => serde_json::from_str(&kept).or(parsed),
+        Cow::Owned(replaced) => serde_json::from_str(&replaced).or(parsed),
     }
 }
 
 /// Replaces every number that `serde_json` cannot represent by the object that stores its digits.
-pub fn kept(text: &str) -> Cow<'_, str> {
+pub fn replace_big_numbers(text: &str) -> Cow<'_, str> {
     let bytes = text.as_bytes();
     let (mut out, mut copied_end, mut at) = (String::new(), 0, 0);
     while at < bytes.len() {
@@ -80,7 +80,7 @@ pub fn kept(text: &str) -> Cow<'_, str> {
             b'-' | b'0'..=b'9' => {
                 let is_part = |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
                 let end = at + bytes[at..].iter().take_while(|byte| is_part(byte)).count();
-                if let Some(other) = odd(&text[at..end]) {
+                if let Some(other) = python_notation(&text[at..end]) {
                     out.push_str(&text[copied_end..at]);
                     match other {
                         Cow::Borrowed(other) => out.push_str(&held(other).to_string()),
@@ -100,7 +100,7 @@ pub fn kept(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Returns the index after the string that begins at `at`, or the end of the text.
+/// Returns the index after the string that starts at `at`, or the end of the text.
 fn string_end(bytes: &[u8], mut at: usize) -> usize {
     at += 1;
     while let Some(step) = memchr::memchr2(b'"', b'\\', bytes.get(at..).unwrap_or_default()) {
@@ -115,7 +115,7 @@ fn string_end(bytes: &[u8], mut at: usize) -> usize {
 
 /// Returns Python's notation of a number that `serde_json` reads differently. An owned result is one that `serde_json`
 /// can represent.
-fn odd(token: &str) -> Option<Cow<'_, str>> {
+fn python_notation(token: &str) -> Option<Cow<'_, str>> {
     if token == "-0" {
         return Some(Cow::Owned("0".to_owned()));
     }
@@ -156,17 +156,17 @@ mod tests {
         // python3 -c "import json; print([json.loads(x) for x in (...)])"
         for same in ["0", "-1", "18446744073709551615", "-9223372036854775808", "1.5", "1e5", "-0.0", "1e-400"] {
             assert_eq!(number(same).unwrap(), serde_json::from_str::<Value>(same).unwrap(), "{same}");
-            assert_eq!(kept(same), same);
+            assert_eq!(replace_big_numbers(same), same);
         }
         assert_eq!(number("-0").unwrap(), json!(0));
         for long in ["18446744073709551616", "-9223372036854775809", "90071992547409931234567"] {
-            assert_eq!(text(&number(long).unwrap()), Some(long));
-            assert_eq!(text(&parse(&format!("[{long}]")).unwrap()[0]), Some(long));
+            assert_eq!(digits_of(&number(long).unwrap()), Some(long));
+            assert_eq!(digits_of(&parse(&format!("[{long}]")).unwrap()[0]), Some(long));
         }
-        assert_eq!(text(&number("1e400").unwrap()), Some("Infinity"));
-        assert_eq!(text(&parse("{\"a\": -1e400}").unwrap()["a"]), Some("-Infinity"));
+        assert_eq!(digits_of(&number("1e400").unwrap()), Some("Infinity"));
+        assert_eq!(digits_of(&parse("{\"a\": -1e400}").unwrap()["a"]), Some("-Infinity"));
         let longest = "9".repeat(DIGITS);
-        assert_eq!(text(&number(&longest).unwrap()), Some(&*longest));
+        assert_eq!(digits_of(&number(&longest).unwrap()), Some(&*longest));
         assert_eq!(number(&"9".repeat(DIGITS + 1)), None);
     }
 
@@ -176,7 +176,7 @@ mod tests {
         let inside = format!(r#"{{"a\"{long}": "{long}\\", "b": [{long}, -0, "-0"]}}"#);
         let value = parse(&inside).unwrap();
         assert_eq!(value[format!("a\"{long}")], json!(format!("{long}\\")));
-        assert_eq!((text(&value["b"][0]), &value["b"][1], &value["b"][2]), (Some(long), &json!(0), &json!("-0")));
+        assert_eq!((digits_of(&value["b"][0]), &value["b"][1], &value["b"][2]), (Some(long), &json!(0), &json!("-0")));
         for broken in ["1.e400", "01844674407370955161600", "--18446744073709551616", "[1e400", "+1e400", "\"a"] {
             assert!(parse(broken).is_err(), "{broken}");
         }
@@ -187,7 +187,7 @@ mod tests {
         for other in
             [json!({KEY: "12"}), json!({KEY: "x"}), json!({KEY: 1}), json!({KEY: "18446744073709551616", "b": 1})]
         {
-            assert_eq!(text(&other), None);
+            assert_eq!(digits_of(&other), None);
         }
         assert_eq!(rounded(&json!([number("18446744073709551616").unwrap()])), json!([18_446_744_073_709_551_616.0]));
     }

@@ -27,5 +27,5 @@ pub mod template;
 pub mod tokenizer;
 pub mod trace;
 
-pub use error::{At, Error, Kind, Location, Result};
-pub use panic::caught;
+pub use error::{Error, Kind, Location, RecordPlace, Result};
+pub use panic::catch_panic;

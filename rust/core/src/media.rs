@@ -30,20 +30,20 @@ pub fn is_key(key: &str) -> bool {
 }
 
 /// Returns the type of the first part of a message that is not text.
-pub fn part_of(message: &Value) -> Option<&str> {
+pub fn media_part_type(message: &Value) -> Option<&str> {
     message.as_object()?.iter().find_map(|(key, value)| match value {
         Value::Array(parts) if key == "content" => parts.iter().find_map(|part| no_text(part, DEEPEST)),
-        value => Some(key.as_str()).filter(|key| is_key(key) && holds_something(value)),
+        value => Some(key.as_str()).filter(|key| is_key(key) && is_not_empty(value)),
     })
 }
 
 /// Returns the first column of a record that contains media.
 pub fn column_of(fields: &Map<String, Value>) -> Option<&str> {
-    fields.iter().find(|(key, value)| is_key(key) && holds_something(value)).map(|(key, _)| key.as_str())
+    fields.iter().find(|(key, value)| is_key(key) && is_not_empty(value)).map(|(key, _)| key.as_str())
 }
 
-/// Returns whether a record contains a word without which `left_out` finds nothing.
-pub fn may_show(record: &[u8]) -> bool {
+/// Returns whether a record contains a word without which `missing_media` finds nothing.
+pub fn may_contain_media(record: &[u8]) -> bool {
     const WORDS: [&str; 8] = ["image", "audio", "video", "inline", "\"document", "file\"", "\"file", "\"blob"];
     static FOUND: LazyLock<Option<AhoCorasick>> = LazyLock::new(|| AhoCorasick::new(WORDS).ok());
     FOUND.as_ref().is_none_or(|words| words.is_match(record))
@@ -52,8 +52,8 @@ pub fn may_show(record: &[u8]) -> bool {
 /// Returns the record's own list of images: its column `images`, or the one image of its column `image`.
 pub fn list_in(fields: &Map<String, Value>) -> Option<Value> {
     let single =
-        || fields.get("image").filter(|image| holds_something(image)).map(|image| Value::from(vec![image.clone()]));
-    fields.get("images").filter(|images| holds_something(images)).cloned().or_else(single)
+        || fields.get("image").filter(|image| is_not_empty(image)).map(|image| Value::from(vec![image.clone()]));
+    fields.get("images").filter(|images| is_not_empty(images)).cloned().or_else(single)
 }
 
 /// As [`list_in`], for a complete record.
@@ -62,18 +62,18 @@ pub fn list_of(record: &Value) -> Option<Value> {
 }
 
 /// Returns the name of the first image, sound or video in the record that no message contains.
-pub fn left_out(record: &Value, messages: &[Message]) -> Option<String> {
+pub fn missing_media(record: &Value, messages: &[Message]) -> Option<String> {
     let (mut record_media, mut message_media) = (Vec::new(), Vec::new());
     shown(record, &mut record_media);
     for message in messages {
         shown(&message.value, &mut message_media);
     }
     let message_media: HashSet<_> = message_media.into_iter().collect();
-    let pictures: HashSet<_> =
-        messages.iter().flat_map(|message| &message.pictures).map(|picture| picture.digest).collect();
+    let images: HashSet<_> =
+        messages.iter().flat_map(|message| &message.images).map(|picture| picture.digest).collect();
     let is_in_message = |value: &Value| {
-        let media = if pictures.is_empty() { Vec::new() } else { digests(value) };
-        !media.is_empty() && media.iter().all(|digest| pictures.contains(digest))
+        let media = if images.is_empty() { Vec::new() } else { digests(value) };
+        !media.is_empty() && media.iter().all(|digest| images.contains(digest))
     };
     record_media
         .into_iter()
@@ -104,7 +104,7 @@ fn no_text(part: &Value, deepest: usize) -> Option<&str> {
     }
 }
 
-fn holds_something(value: &Value) -> bool {
+fn is_not_empty(value: &Value) -> bool {
     match value {
         Value::Null => false,
         Value::Array(parts) => !parts.is_empty(),

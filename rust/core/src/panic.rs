@@ -1,9 +1,9 @@
 //! Converts panics to errors: a fault in a dependency ends one call and not the process.
 //!
-//! Input that is known to cause a panic is rejected where it is read. `caught` wraps every call of an engine that runs
+//! Input that would cause a panic is rejected where it is read. `catch_panic` wraps every call of an engine that runs
 //! a third-party program, and all work in the binding crate.
 
-use crate::cancel::Stopped;
+use crate::cancel::Cancelled;
 use crate::error::{Error, Kind, Result};
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -11,56 +11,58 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, resume_unwind, s
 use std::sync::Once;
 
 thread_local! {
-    /// Number of nested calls of [`caught`] on this thread.
+    /// Number of nested calls of [`catch_panic`] on this thread.
     static INSIDE: Cell<usize> = const { Cell::new(0) };
     /// Message and place of this thread's last panic.
-    static SAID: RefCell<Option<String>> = const { RefCell::new(None) };
+    static LAST_PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
 /// Runs `work` and returns its result. A panic becomes an error of `kind` with the action `what`, the panic's message
 /// and its place.
 ///
-/// Nothing is printed for a panic that is caught. Any other panic goes to the previous hook. A hook sees only the
-/// thread that panics, so parallel work must call `caught` in each task. A caught panic poisons the locks that `work`
+/// Nothing is printed for a panic that is caught. Any other panic reaches the previous hook. A hook runs only on the
+/// thread that panics, so parallel work must call `catch_panic` in each task. A caught panic poisons the locks that `work`
 /// held, like any panic.
 ///
 /// ```
-/// use tracegrad_core::{Kind, Result, caught};
+/// use tracegrad_core::{Kind, Result, catch_panic};
 ///
-/// let error = caught(Kind::Template, "the chat template", || -> Result<()> { panic!("no such block") }).unwrap_err();
+/// let error = catch_panic(Kind::Template, "the chat template", || -> Result<()> { panic!("no such block") }).unwrap_err();
 /// assert!(error.to_string().contains(": the chat template met a fault in the code that runs it: no such block"));
 /// ```
 ///
 /// # Errors
 /// The error of `work`, or an error of `kind` if it panics.
-pub fn caught<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn catch_panic<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
     static HOOK: Once = Once::new();
-    HOOK.call_once(|| set_hook(beside(take_hook())));
+    HOOK.call_once(|| set_hook(chain_hook(take_hook())));
     let inside = INSIDE.get();
     INSIDE.set(inside + 1);
     let result = catch_unwind(AssertUnwindSafe(work));
     INSIDE.set(inside);
     result.unwrap_or_else(|panic| {
-        if panic.is::<Stopped>() {
+        if panic.is::<Cancelled>() {
             resume_unwind(panic);
         }
         let panic_text = message(&*panic);
-        let message_and_place =
-            SAID.take().filter(|message_and_place| message_and_place.starts_with(&panic_text)).unwrap_or(panic_text);
+        let message_and_place = LAST_PANIC
+            .take()
+            .filter(|message_and_place| message_and_place.starts_with(&panic_text))
+            .unwrap_or(panic_text);
         Err(Error::new(
             kind,
             "TG-CORE-001",
             format!("{what} met a fault in the code that runs it: {message_and_place}"),
         )
         .why("A fault there says nothing about your data, and this call has no result")
-        .cure("Report it with what was given, so that it is refused with a reason"))
+        .fix("Report it with what was given, so that it is refused with a reason"))
     })
 }
 
 type Hook = Box<dyn Fn(&PanicHookInfo<'_>) + Send + Sync>;
 
-/// Returns a hook that stores the message for [`caught`], and calls `others` for all other panics.
-fn beside(others: Hook) -> Hook {
+/// Returns a hook that stores the message for [`catch_panic`], and calls `others` for all other panics.
+fn chain_hook(others: Hook) -> Hook {
     Box::new(move |info| {
         if !is_kept(info) {
             others(info);
@@ -68,12 +70,12 @@ fn beside(others: Hook) -> Hook {
     })
 }
 
-/// Stores the message of a panic for [`caught`], if this thread is inside such a call. Returns whether it did.
+/// Stores the message of a panic for [`catch_panic`], if this thread is inside such a call. Returns whether it did.
 fn is_kept(info: &PanicHookInfo<'_>) -> bool {
     let inside = INSIDE.try_with(Cell::get).is_ok_and(|inside| inside > 0);
     if inside {
         let place = info.location().map_or_else(String::new, |at| format!(" ({}:{})", short(at.file()), at.line()));
-        SAID.set(Some(message(info.payload()) + &place));
+        LAST_PANIC.set(Some(message(info.payload()) + &place));
     }
     inside
 }
@@ -100,13 +102,13 @@ mod tests {
     #[test]
     fn a_caught_panic_is_an_error_and_others_go_to_the_hook_that_was_there() {
         static SEEN: AtomicUsize = AtomicUsize::new(0);
-        caught(Kind::Format, "a first call", || Ok(())).unwrap();
+        catch_panic(Kind::Format, "a first call", || Ok(())).unwrap();
         let before = take_hook();
-        set_hook(beside(Box::new(|info| {
+        set_hook(chain_hook(Box::new(|info| {
             SEEN.fetch_add(usize::from(message(info.payload()).starts_with("seen")), Ordering::Relaxed);
         })));
-        let error = caught(Kind::Template, "the template", || {
-            let inner = caught(Kind::Format, "a part", || -> Result<()> { panic!("seen {}", "x".repeat(999)) });
+        let error = catch_panic(Kind::Template, "the template", || {
+            let inner = catch_panic(Kind::Format, "a part", || -> Result<()> { panic!("seen {}", "x".repeat(999)) });
             assert_eq!(inner.unwrap_err().kind, Kind::Format);
             let _ = catch_unwind(|| panic!("seen, but by another"));
             Ok([0; 2][std::hint::black_box(2)])

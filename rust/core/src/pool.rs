@@ -1,4 +1,4 @@
-//! The thread pool of the core. All parallel work goes through this module, so that it can be cancelled and survives a
+//! The thread pool of the core. All parallel work uses this module, so that it can be cancelled and survives a
 //! fork.
 //!
 //! A forked child has none of its parent's threads, and would wait forever for a pool that the parent started. Each
@@ -103,12 +103,12 @@ pub fn join<A: Send, B: Send>(first: impl FnOnce() -> A + Send, second: impl FnO
 pub type Task<'a> = Box<dyn FnOnce() + Send + 'a>;
 
 /// Runs all tasks, in parallel if there are several threads.
-pub fn all(tasks: Vec<Task<'_>>) {
+pub fn run_tasks(tasks: Vec<Task<'_>>) {
     map(tasks, || (), |(), task| task());
 }
 
 /// Runs `work` once on each thread of the pool, if there are several.
-pub fn elsewhere(work: impl Fn() + Sync) {
+pub fn broadcast(work: impl Fn() + Sync) {
     if count() > 1
         && let Some(pool) = pool()
     {
@@ -116,7 +116,7 @@ pub fn elsewhere(work: impl Fn() + Sync) {
     }
 }
 
-/// Runs `work` in the pool. Meanwhile this thread waits and polls its caller for cancellation.
+/// Runs `work` in the pool. This thread waits and polls its caller for cancellation.
 ///
 /// Use it for code that calls rayon itself: outside of this pool that code would use rayon's global pool, which a
 /// parent process may have started.
@@ -128,7 +128,7 @@ pub fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     let (here, done, mut result) = (cancel::here(), Done::default(), None);
     pool.in_place_scope(|scope| {
         scope.spawn(|_| {
-            let _guard = SaysDone(&done);
+            let _guard = DoneGuard(&done);
             result = Some(here.within(work));
         });
         // The scope waits for the task even if this thread unwinds.
@@ -144,16 +144,16 @@ pub fn in_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
 /// itself.
 ///
 /// If the work is cancelled, its thread is abandoned. It ends at its next [`cancel::check`] or when it is done, and
-/// frees its memory then. Calls of rayon inside `work` run on that one thread. If nobody watches, the work runs on this
+/// frees its memory then. Calls of rayon inside `work` run on that one thread. If the work cannot be cancelled, it runs on this
 /// thread.
-pub fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+pub fn run_abandonable<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
     let here = cancel::here();
     let pool = here.is_watched().then(|| ThreadPoolBuilder::new().num_threads(1).build().ok()).flatten();
     let Some(pool) = pool else { return work() };
     let (sender, receiver) = sync_channel(1);
     pool.spawn(move || {
         let result = catch_unwind(AssertUnwindSafe(|| here.within(work)));
-        // Nobody receives the result of abandoned work.
+        // No caller receives the result of abandoned work.
         let _ = sender.send(result);
     });
     loop {
@@ -182,19 +182,19 @@ impl Done {
 }
 
 /// Guard that sets the flag when it is dropped.
-struct SaysDone<'a>(&'a Done);
+struct DoneGuard<'a>(&'a Done);
 
-impl Drop for SaysDone<'_> {
+impl Drop for DoneGuard<'_> {
     fn drop(&mut self) {
         *self.0.done.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.0.changed.notify_all();
     }
 }
 
-/// Takes a lock that is usually free within microseconds, such as that of a cache. Returns `None` if it is not.
+/// Acquires a lock that is usually free within microseconds, such as the lock of a cache. Returns `None` if it is not.
 ///
 /// After a fork the thread that held the lock may not exist. A cache can be skipped in that case.
-pub fn soon<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+pub fn try_lock_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     for _ in 0..TRIES {
         match mutex.try_lock() {
             Ok(guard) => return Some(guard),
@@ -226,7 +226,7 @@ mod tests {
             DONE.fetch_add(1, Ordering::Relaxed);
             std::thread::sleep(std::time::Duration::from_millis(1));
         };
-        let stopped = cancel::watched(|| true, || map((0..100_000).collect::<Vec<u32>>(), || (), work));
+        let stopped = cancel::run_cancellable(|| true, || map((0..100_000).collect::<Vec<u32>>(), || (), work));
         assert!(stopped.is_none());
         assert!(DONE.load(Ordering::Relaxed) < 50_000);
     }
@@ -242,7 +242,7 @@ mod tests {
             }
             inside
         };
-        assert!(cancel::watched(|| true, || apart(endless)).is_none());
+        assert!(cancel::run_cancellable(|| true, || run_abandonable(endless)).is_none());
         assert_eq!(Arc::strong_count(&held), 2);
         go.store(1, Ordering::Relaxed);
         while Arc::strong_count(&held) > 1 {
@@ -252,8 +252,11 @@ mod tests {
 
     #[test]
     fn work_apart_gives_what_it_makes_panics_where_it_panics_and_stops_where_it_looks() {
-        assert_eq!(cancel::watched(|| false, || apart(|| (1, rayon::current_num_threads()))), Some((1, 1)));
-        let panic = catch_unwind(|| cancel::watched(|| false, || apart(|| panic!("seven"))));
+        assert_eq!(
+            cancel::run_cancellable(|| false, || run_abandonable(|| (1, rayon::current_num_threads()))),
+            Some((1, 1))
+        );
+        let panic = catch_unwind(|| cancel::run_cancellable(|| false, || run_abandonable(|| panic!("seven"))));
         assert_eq!(*panic.unwrap_err().downcast::<&str>().unwrap(), "seven");
         let (sender, receiver) = sync_channel::<()>(0);
         let looks = move || {
@@ -263,7 +266,7 @@ mod tests {
                 yield_now();
             }
         };
-        assert!(cancel::watched(|| true, || apart(looks)).is_none());
+        assert!(cancel::run_cancellable(|| true, || run_abandonable(looks)).is_none());
         assert!(receiver.recv().is_err(), "its thread ended");
     }
 
@@ -277,11 +280,11 @@ mod tests {
     #[test]
     fn a_lock_that_never_comes_is_done_without() {
         let mutex = Mutex::new(5);
-        let held = soon(&mutex).map(|guard| *guard);
+        let held = try_lock_briefly(&mutex).map(|guard| *guard);
         assert_eq!(held, Some(5));
         std::thread::scope(|scope| {
             let _never = mutex.lock().unwrap();
-            scope.spawn(|| assert!(soon(&mutex).is_none())).join().unwrap();
+            scope.spawn(|| assert!(try_lock_briefly(&mutex).is_none())).join().unwrap();
         });
     }
 }

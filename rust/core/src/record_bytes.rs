@@ -22,58 +22,58 @@ static OPEN: AtomicUsize = AtomicUsize::new(0);
 #[derive(Debug, Clone)]
 pub enum Raw {
     /// In memory.
-    Held(Arc<[u8]>),
+    Memory(Arc<[u8]>),
     /// In a file.
-    Left(Left),
+    File(FileRange),
 }
 
 /// A range of a file, with the hash of its bytes.
 #[derive(Debug, Clone)]
-pub struct Left {
-    spot: Spot,
+pub struct FileRange {
+    spot: FilePosition,
     length: usize,
     hash: u64,
 }
 
 /// A position in a file.
 #[derive(Debug, Clone)]
-pub struct Spot {
+pub struct FilePosition {
     /// The file.
-    pub origin: Arc<Origin>,
+    pub origin: Arc<SourceFile>,
     /// Byte offset of the position.
     pub start: u64,
 }
 
 /// A file on disk that contains records.
 #[derive(Debug)]
-pub struct Origin {
+pub struct SourceFile {
     path: PathBuf,
-    kept: Option<Kept>,
+    kept: Option<OpenFile>,
     hashing: RandomState,
 }
 
 /// A file that stays open, so that it can be read even after it was renamed or deleted.
 #[derive(Debug)]
-struct Kept(Arc<File>);
+struct OpenFile(Arc<File>);
 
 impl Default for Raw {
     fn default() -> Self {
-        Self::Held(Arc::default())
+        Self::Memory(Arc::default())
     }
 }
 
 impl Raw {
     /// Refers to bytes in a file. Only their length and hash are kept in memory.
-    pub(crate) fn left(bytes: &[u8], spot: Spot) -> Self {
+    pub(crate) fn left(bytes: &[u8], spot: FilePosition) -> Self {
         let hash = spot.origin.hash(bytes);
-        Self::Left(Left { spot, length: bytes.len(), hash })
+        Self::File(FileRange { spot, length: bytes.len(), hash })
     }
 
     /// Returns the number of bytes.
     pub fn len(&self) -> usize {
         match self {
-            Self::Held(bytes) => bytes.len(),
-            Self::Left(left) => left.length,
+            Self::Memory(bytes) => bytes.len(),
+            Self::File(left) => left.length,
         }
     }
 
@@ -88,8 +88,8 @@ impl Raw {
     /// `Kind::Io` if they cannot be read again, or have changed.
     pub fn bytes(&self) -> Result<Cow<'_, [u8]>> {
         match self {
-            Self::Held(bytes) => Ok(Cow::Borrowed(bytes)),
-            Self::Left(left) => left.read().map(Cow::Owned),
+            Self::Memory(bytes) => Ok(Cow::Borrowed(bytes)),
+            Self::File(left) => left.read().map(Cow::Owned),
         }
     }
 
@@ -97,8 +97,8 @@ impl Raw {
     pub(crate) fn part(&self, start: usize, length: usize) -> Option<Cow<'_, [u8]>> {
         let end = start.checked_add(length).filter(|&end| end <= self.len())?;
         match self {
-            Self::Held(bytes) => Some(Cow::Borrowed(&bytes[start..end])),
-            Self::Left(left) => {
+            Self::Memory(bytes) => Some(Cow::Borrowed(&bytes[start..end])),
+            Self::File(left) => {
                 let mut bytes = vec![0; length];
                 left.spot.origin.read(left.spot.start + start as u64, &mut bytes).ok()?;
                 Some(Cow::Owned(bytes))
@@ -107,7 +107,7 @@ impl Raw {
     }
 }
 
-impl Left {
+impl FileRange {
     fn read(&self) -> Result<Vec<u8>> {
         let origin = &self.spot.origin;
         let mut bytes = vec![0; self.length];
@@ -121,14 +121,14 @@ impl Left {
         };
         Err(Error::new(Kind::Io, "TG-CORE-002", format!("the record is not there any more: {problem}"))
             .why("The bytes of records are left in an uncompressed file, and read again when they are asked for")
-            .cure("Read the file again, and let it be while its traces are in use, or read it compressed, as it is then kept"))
+            .fix("Read the file again, and let it be while its traces are in use, or read it compressed, as it is then kept"))
     }
 }
 
-impl Origin {
+impl SourceFile {
     /// Creates the origin for a file that was opened from `path`.
     pub(crate) fn new(path: &Path, file: &Arc<File>) -> io::Result<Self> {
-        Ok(Self { path: std::path::absolute(path)?, kept: Kept::new(file), hashing: RandomState::default() })
+        Ok(Self { path: std::path::absolute(path)?, kept: OpenFile::new(file), hashing: RandomState::default() })
     }
 
     fn hash(&self, bytes: &[u8]) -> u64 {
@@ -139,7 +139,7 @@ impl Origin {
 
     fn read(&self, start: u64, bytes: &mut [u8]) -> io::Result<()> {
         #[cfg(unix)]
-        if let Some(Kept(file)) = &self.kept {
+        if let Some(OpenFile(file)) = &self.kept {
             return std::os::unix::fs::FileExt::read_exact_at(&**file, bytes, start);
         }
         // Opening a pipe of that name would block.
@@ -152,7 +152,7 @@ impl Origin {
     }
 }
 
-impl Kept {
+impl OpenFile {
     /// Keeps the file open if the limit allows it. Outside Unix a read would move the position of other readers.
     fn new(file: &Arc<File>) -> Option<Self> {
         let next_count = |open| (open < MOST_OPEN).then_some(open + 1);
@@ -161,7 +161,7 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
+impl Drop for OpenFile {
     fn drop(&mut self) {
         OPEN.fetch_sub(1, Ordering::Relaxed);
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 /// Condition under which an option has no effect.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Off {
+pub enum NoEffect {
     /// At any of these numbers.
     At(&'static [f64]),
     /// If the value is false, empty, or 0 everywhere.
@@ -18,33 +18,33 @@ pub enum Off {
 
 /// Every option under its name in vLLM or OpenAI, the others under the name of the server that has them. The index is
 /// the number of its bit. `top_p` is first; it is a separate field of a generation.
-pub const OPTIONS: [(&str, Off); 26] = [
-    ("top_p", Off::At(&[1.0])),
-    ("top_k", Off::At(&[0.0, -1.0])),
-    ("min_p", Off::At(&[0.0])),
-    ("typical_p", Off::At(&[1.0])),
-    ("tfs_z", Off::At(&[1.0])),
-    ("top_a", Off::At(&[0.0])),
-    ("top_n_sigma", Off::At(&[0.0, -1.0])),
-    ("epsilon_cutoff", Off::At(&[0.0])),
-    ("eta_cutoff", Off::At(&[0.0])),
-    ("xtc_probability", Off::At(&[0.0])),
-    ("mirostat", Off::At(&[0.0])),
-    ("dynatemp_range", Off::At(&[0.0])),
-    ("repetition_penalty", Off::At(&[1.0])),
-    ("presence_penalty", Off::At(&[0.0])),
-    ("frequency_penalty", Off::At(&[0.0])),
-    ("dry_multiplier", Off::At(&[0.0])),
-    ("no_repeat_ngram_size", Off::At(&[0.0])),
-    ("min_tokens", Off::At(&[0.0])),
-    ("min_new_tokens", Off::At(&[0.0])),
-    ("logit_bias", Off::Empty),
-    ("allowed_token_ids", Off::Empty),
-    ("bad_words", Off::Empty),
-    ("watermark", Off::Empty),
-    ("use_beam_search", Off::Empty),
-    ("num_beams", Off::At(&[1.0])),
-    ("best_of", Off::At(&[1.0])),
+pub const OPTIONS: [(&str, NoEffect); 26] = [
+    ("top_p", NoEffect::At(&[1.0])),
+    ("top_k", NoEffect::At(&[0.0, -1.0])),
+    ("min_p", NoEffect::At(&[0.0])),
+    ("typical_p", NoEffect::At(&[1.0])),
+    ("tfs_z", NoEffect::At(&[1.0])),
+    ("top_a", NoEffect::At(&[0.0])),
+    ("top_n_sigma", NoEffect::At(&[0.0, -1.0])),
+    ("epsilon_cutoff", NoEffect::At(&[0.0])),
+    ("eta_cutoff", NoEffect::At(&[0.0])),
+    ("xtc_probability", NoEffect::At(&[0.0])),
+    ("mirostat", NoEffect::At(&[0.0])),
+    ("dynatemp_range", NoEffect::At(&[0.0])),
+    ("repetition_penalty", NoEffect::At(&[1.0])),
+    ("presence_penalty", NoEffect::At(&[0.0])),
+    ("frequency_penalty", NoEffect::At(&[0.0])),
+    ("dry_multiplier", NoEffect::At(&[0.0])),
+    ("no_repeat_ngram_size", NoEffect::At(&[0.0])),
+    ("min_tokens", NoEffect::At(&[0.0])),
+    ("min_new_tokens", NoEffect::At(&[0.0])),
+    ("logit_bias", NoEffect::Empty),
+    ("allowed_token_ids", NoEffect::Empty),
+    ("bad_words", NoEffect::Empty),
+    ("watermark", NoEffect::Empty),
+    ("use_beam_search", NoEffect::Empty),
+    ("num_beams", NoEffect::At(&[1.0])),
+    ("best_of", NoEffect::At(&[1.0])),
 ];
 
 /// Other spellings, from llama.cpp and Ollama, Gemini, and transformers.
@@ -102,9 +102,9 @@ pub fn place_of(key: &str) -> Option<usize> {
     OPTIONS.iter().skip(1).position(|(option, _)| *option == name).map(|place| place + 1)
 }
 
-impl Off {
+impl NoEffect {
     /// Returns whether the option has no effect at this value.
-    pub fn holds(self, name: &str, value: &Value) -> bool {
+    pub fn contains(self, name: &str, value: &Value) -> bool {
         match (self, value) {
             (_, Value::Null | Value::Bool(false)) => true,
             (Self::At(off), value) => number(value).is_some_and(|number| {
@@ -176,15 +176,15 @@ impl Options {
     }
 
     /// Returns the bits of the recorded options.
-    pub fn named(&self) -> u32 {
+    pub fn bits(&self) -> u32 {
         self.0.iter().flat_map(|all| all.iter()).fold(0, |bits, (place, _)| bits | 1 << place)
     }
 
     /// Returns the bits of the active options, which truncate, scale, favour or forbid tokens.
-    pub fn reshaped(&self) -> u32 {
+    pub fn active_bits(&self) -> u32 {
         let on = |place: u8, value: &Value| {
             let (name, off) = OPTIONS[usize::from(place)];
-            !off.holds(name, value)
+            !off.contains(name, value)
         };
         let all = self.0.iter().flat_map(|all| all.iter());
         all.filter(|(place, value)| on(*place, value)).fold(0, |bits, (place, _)| bits | 1 << place)
@@ -197,7 +197,7 @@ pub struct Defaults {
     /// Temperature, if the file contains it.
     pub temperature: Option<f32>,
     /// Bits of the options that the file activates, including `top_p`.
-    pub reshaped: u32,
+    pub active_bits: u32,
 }
 
 impl Defaults {
@@ -207,17 +207,17 @@ impl Defaults {
         let top_p = number("top_p").is_some_and(|top_p| top_p < 1.0);
         let temperature =
             number("temperature").filter(|temperature| *temperature >= 0.0).map(|temperature| temperature as f32);
-        Self { temperature, reshaped: Options::read(fields).reshaped() | if top_p { TOP_P } else { 0 } }
+        Self { temperature, active_bits: Options::read(fields).active_bits() | if top_p { TOP_P } else { 0 } }
     }
 }
 
 /// Flags for parameters that a request omits, so that the server's default applies; 0 if there is no request.
-pub mod left_out {
+pub mod omitted {
     /// The temperature. The API's default is 1.
     pub const TEMPERATURE: u8 = 1;
     /// Top-p.
     pub const TOP_P: u8 = 2;
-    /// The generation has a request, and its server takes other options from the model's generation_config.json.
+    /// The generation has a request, and its server reads other options from the model's generation_config.json.
     pub const REQUEST: u8 = 4;
 }
 
@@ -231,7 +231,7 @@ mod tests {
     }
 
     fn on(value: &Value) -> Vec<&'static str> {
-        let bits = read(value).reshaped();
+        let bits = read(value).active_bits();
         OPTIONS.iter().enumerate().filter(|(place, _)| bits & (1 << place) != 0).map(|(_, (name, _))| *name).collect()
     }
 
@@ -253,7 +253,7 @@ mod tests {
     fn an_option_is_off_where_it_does_nothing() {
         let off = json!({"top_k": -1, "min_p": 0.0, "typical_p": 1, "repeat_penalty": 1.0, "presence_penalty": 0,
             "frequency_penalty": "0", "logit_bias": {}, "use_beam_search": false, "best_of": 1, "mirostat": 0});
-        assert_eq!((read(&off).reshaped(), read(&off).named().count_ones()), (0, 10));
+        assert_eq!((read(&off).active_bits(), read(&off).bits().count_ones()), (0, 10));
         assert!(read(&json!({"top_k": null, "seed": 1})).is_empty());
         for idle in [
             json!({"top_k": 0}),

@@ -5,7 +5,7 @@
 
 use crate::error::{Location, Result};
 use crate::findings::Reason;
-use crate::images::{self, Picture};
+use crate::images::{self, Image};
 use crate::record_bytes::Raw;
 use crate::sampling::Options;
 use crate::server::Server;
@@ -42,9 +42,9 @@ pub struct Trace {
     /// Model name as recorded.
     pub model: Option<String>,
     /// The distinct images of the messages, in order of their first appearance.
-    pub pictures: Vec<Picture>,
+    pub images: Vec<Image>,
     /// Name of an image, sound or video in the record that no message contains.
-    pub media_left_out: Option<String>,
+    pub missing_media: Option<String>,
     /// The record as it was read, for a lossless round trip. `record` returns its bytes.
     pub raw: Raw,
 }
@@ -62,8 +62,8 @@ impl Trace {
     ///
     /// # Errors
     /// As for [`Trace::record`].
-    pub fn file(&self, picture: &Picture) -> Result<Option<Vec<u8>>> {
-        images::find(&self.raw, picture).map_err(|error| error.at(&self.location))
+    pub fn file(&self, image: &Image) -> Result<Option<Vec<u8>>> {
+        images::find(&self.raw, image).map_err(|error| error.at(&self.location))
     }
 
     /// Returns all ids before the first sampled token of generation `turn`, if the record contains them.
@@ -87,7 +87,7 @@ impl Trace {
 
 /// Position of an image in a prompt, as reported by the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Placeholder {
+pub struct ImagePosition {
     /// Index of its first token.
     pub offset: u32,
     /// Number of its tokens.
@@ -120,14 +120,14 @@ pub struct Message {
     /// Reward of this message, if the record contains process rewards.
     pub reward: Option<f32>,
     /// Images of the content that the record contains, in order.
-    pub pictures: Vec<Picture>,
+    pub images: Vec<Image>,
 }
 
 impl Message {
     /// Creates a message. Images that the record contains are replaced by their digests.
     pub fn new(mut value: Value, reward: Option<f32>) -> Self {
-        let pictures = images::take(&mut value);
-        Self { value, reward, pictures }
+        let pictures = images::extract(&mut value);
+        Self { value, reward, images: pictures }
     }
 
     /// Returns the value under a key.
@@ -151,7 +151,7 @@ pub struct Generation {
     /// Tokens or text before the first sampled token.
     pub prompt: Prompt,
     /// Positions of the images in the prompt, if the server reports them.
-    pub placeholders: Option<Vec<Placeholder>>,
+    pub placeholders: Option<Vec<ImagePosition>>,
     /// The sampled tokens.
     pub tokens: Tokens,
     /// Text of the sampled tokens, if the record contains it separately from the message.
@@ -168,8 +168,8 @@ pub struct Generation {
     pub top_p: Option<f32>,
     /// Other sampling options in the record.
     pub options: Options,
-    /// Bits of `sampling::left_out`.
-    pub left_out: u8,
+    /// Bits of `sampling::omitted`.
+    pub omitted: u8,
     /// Version of the sampling policy; -1 means unknown.
     pub policy_version: i32,
     /// Versions of parts of the generation, if the policy changed during sampling.
@@ -197,12 +197,12 @@ impl Default for Generation {
             tokens: Tokens::default(),
             text: None,
             finish_reason: None,
-            stop: Stop::Unsaid,
+            stop: Stop::Unknown,
             logprob_kind: LogprobKind::Unknown,
             temperature: None,
             top_p: None,
             options: Options::NONE,
-            left_out: 0,
+            omitted: 0,
             policy_version: -1,
             versions: Vec::new(),
             cumulative_logprob: None,
@@ -293,7 +293,7 @@ pub struct Note {
 pub enum Stop {
     /// Not recorded (for vLLM this means the model's own end-of-sequence token).
     #[default]
-    Unsaid,
+    Unknown,
     /// A stop token id.
     Id(u32),
     /// A stop string, trimmed from the text but not from the tokens.

@@ -1,7 +1,7 @@
 //! Python bindings of `tracegrad_core::align`: traces and a tokenizer as input, flat arrays as output. Also
 //! conversations, which compute the ids of the next prompt from messages and ids.
 
-use crate::border::{attached, detached};
+use crate::border::{with_python, without_gil};
 use crate::errors::to_python;
 use crate::json;
 use crate::template::Arguments;
@@ -13,7 +13,7 @@ use pyo3::types::PyDict;
 use serde_json::Value;
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
-use tracegrad_core::align::{self, Aligned, Conversation, Images, Merge, Mode, NAMES, Options, PictureRule};
+use tracegrad_core::align::{self, Aligned, Conversation, ImageRule, Images, Merge, Mode, NAMES, Options};
 use tracegrad_core::sampling::Defaults;
 use tracegrad_core::server::Server;
 use tracegrad_core::trace::LogprobKind;
@@ -25,12 +25,12 @@ type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
 /// Aligns traces. Returns the arrays of `Sequences` by name, the `drift_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
-#[pyo3(signature = (traces, tokenizer, *, lenient, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None, sampling_defaults=None))]
+#[pyo3(signature = (traces, tokenizer, *, allow_unknown_ids, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None, sampling_defaults=None))]
 fn align_traces<'py>(
     py: Python<'py>,
     traces: &PyTraces,
     tokenizer: &PyTokenizer,
-    lenient: bool,
+    allow_unknown_ids: bool,
     text_only: bool,
     assume_canonical: bool,
     mode: &str,
@@ -45,7 +45,7 @@ fn align_traces<'py>(
     let parse = |name: &str| {
         LogprobKind::parse(name).ok_or_else(|| {
             let error = Error::new(Kind::Argument, "TG-BORDER-001", format!("logprob_kind is '{name}'"));
-            to_python(py, &error.cure("It is raw, processed or unknown"))
+            to_python(py, &error.fix("It is raw, processed or unknown"))
         })
     };
     let logprob_kind = logprob_kind.map(parse).transpose()?;
@@ -54,7 +54,7 @@ fn align_traces<'py>(
     let sampling_defaults =
         sampling_defaults.map(|text| Defaults::read(&serde_json::from_str(text).unwrap_or_default()));
     let options = Options {
-        lenient,
+        allow_unknown_ids,
         text_only,
         mode,
         merge,
@@ -66,9 +66,10 @@ fn align_traces<'py>(
         sampling_defaults,
     };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let rule = rule.map(|(pad, frames, expansions)| PictureRule { pad, frames, expansions });
-    let aligned = detached(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;
-    attached(py, Kind::Fault, "aligning", || to_dict(py, aligned))
+    let rule = rule.map(|(pad, frames, expansions)| ImageRule { pad, frames, expansions });
+    let aligned =
+        without_gil(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;
+    with_python(py, Kind::Fault, "aligning", || to_dict(py, aligned))
 }
 
 fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
@@ -89,7 +90,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("cu_turns", aligned.cu_turns.into_pyarray(py))?;
     arrays.set_item("logprob_kind", aligned.logprob_kind.into_pyarray(py))?;
     arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
-    arrays.set_item("reshaped", aligned.reshaped.into_pyarray(py))?;
+    arrays.set_item("reshaped", aligned.sampling_flags.into_pyarray(py))?;
     arrays.set_item("ending", aligned.ending.into_pyarray(py))?;
     let extras = PyDict::new(py);
     for column in aligned.extras {
@@ -101,16 +102,16 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("group_names", aligned.group_names)?;
     arrays.set_item("trace_ids", aligned.trace_ids)?;
     arrays.set_item("reward_names", aligned.reward_names)?;
-    let column = |f: &dyn Fn(&align::Finding) -> i32| aligned.drift.iter().map(f).collect::<Vec<i32>>();
+    let column = |f: &dyn Fn(&align::Finding) -> i32| aligned.mismatches.iter().map(f).collect::<Vec<i32>>();
     arrays.set_item("drift_reason", column(&|row| row.reason as i32).into_pyarray(py))?;
     arrays.set_item("drift_turn", column(&|row| row.turn).into_pyarray(py))?;
     arrays.set_item("drift_token", column(&|row| row.token).into_pyarray(py))?;
     arrays.set_item("drift_count", column(&|row| row.count).into_pyarray(py))?;
-    arrays.set_item("drift_trace", aligned.drift_trace.into_pyarray(py))?;
-    arrays.set_item("drift_detail", aligned.drift.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
+    arrays.set_item("drift_trace", aligned.mismatch_trace.into_pyarray(py))?;
+    arrays.set_item("drift_detail", aligned.mismatches.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
     arrays.set_item("recorded", aligned.recorded)?;
     arrays.set_item("exact", aligned.exact)?;
-    arrays.set_item("left_out", aligned.left_out)?;
+    arrays.set_item("left_out", aligned.skipped)?;
     arrays.set_item("servers", aligned.servers)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
@@ -118,14 +119,14 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
 
 /// Returns the arrays of `Images` by name, with the digests and sizes of the images; `None` if there are no images.
 fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>> {
-    if images.picture.is_empty() {
+    if images.image.is_empty() {
         return Ok(None);
     }
     let arrays = PyDict::new(py);
     arrays.set_item("counts", images.counts.into_pyarray(py))?;
     arrays.set_item("features", images.features.into_pyarray(py))?;
     arrays.set_item("at", images.at.into_pyarray(py))?;
-    arrays.set_item("picture", images.picture.into_pyarray(py))?;
+    arrays.set_item("picture", images.image.into_pyarray(py))?;
     arrays.set_item("digest", images.digests.concat().into_pyarray(py))?;
     arrays.set_item("size", images.sizes.concat().into_pyarray(py))?;
     Ok(Some(arrays))
@@ -135,7 +136,7 @@ fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>>
 #[pyfunction]
 fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let recovered = detached(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
+    let recovered = without_gil(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
     let arrays = PyDict::new(py);
     arrays.set_item("ids", recovered.ids.into_pyarray(py))?;
     arrays.set_item("tier", recovered.tier.into_pyarray(py))?;
@@ -169,7 +170,7 @@ impl PyConversation {
         kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
         let call = Arguments::of(py, messages, tools, kwargs, &tokenizer.tools)?;
-        let inner = detached(py, Kind::Fault, "the conversation", || {
+        let inner = without_gil(py, Kind::Fault, "the conversation", || {
             let call = call.parsed(&tokenizer.tools)?;
             Conversation::new(tokenizer.inner.clone(), call.messages, call.tools, call.kwargs)
         })?;
@@ -178,11 +179,9 @@ impl PyConversation {
 
     fn append(&self, py: Python<'_>, messages: &Bound<'_, PyAny>) -> PyResult<()> {
         let messages = read(py, "messages", messages)?;
-        detached(py, Kind::Fault, "the conversation", || match messages {
+        without_gil(py, Kind::Fault, "the conversation", || match messages {
             Value::Array(messages) => self.held()?.append(messages),
-            _ => {
-                Err(Error::new(Kind::Argument, "TG-BORDER-002", "messages is no list").cure("Pass a list of messages"))
-            }
+            _ => Err(Error::new(Kind::Argument, "TG-BORDER-002", "messages is no list").fix("Pass a list of messages")),
         })
     }
 
@@ -194,7 +193,7 @@ impl PyConversation {
     ) -> PyResult<()> {
         let ids = ids.as_slice()?;
         let message = read(py, "message", message)?;
-        detached(py, Kind::Fault, "the conversation", || {
+        without_gil(py, Kind::Fault, "the conversation", || {
             let mut conversation = self.held()?;
             let core_ids = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<Vec<u32>>>();
             let ids = core_ids.map_err(|error| error.in_turn(conversation.turns()))?;
@@ -203,7 +202,7 @@ impl PyConversation {
     }
 
     fn prompt_ids<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i32>>> {
-        let ids = detached(py, Kind::Template, "the conversation", || {
+        let ids = without_gil(py, Kind::Template, "the conversation", || {
             self.held()?.prompt_ids().map(|ids| signed(ids.to_vec()))
         })?;
         Ok(ids.into_pyarray(py))
@@ -211,14 +210,14 @@ impl PyConversation {
 
     /// Returns `(turn, reason, detail)` of each fork.
     fn forks(&self, py: Python<'_>) -> PyResult<Vec<(i32, &'static str, String)>> {
-        detached(py, Kind::Fault, "the conversation", || {
+        without_gil(py, Kind::Fault, "the conversation", || {
             let conversation = self.held()?;
             Ok(conversation.forks().map(|fork| (fork.turn, NAMES[fork.reason as usize], fork.detail.clone())).collect())
         })
     }
 
     fn copy(&self, py: Python<'_>) -> PyResult<Self> {
-        detached(py, Kind::Fault, "the conversation", || Ok(Self(Mutex::new(self.held()?.clone()))))
+        without_gil(py, Kind::Fault, "the conversation", || Ok(Self(Mutex::new(self.held()?.clone()))))
     }
 }
 
@@ -227,13 +226,13 @@ impl PyConversation {
         self.0.lock().map_err(|_| {
             Error::new(Kind::Fault, "TG-BORDER-003", "a call of this conversation failed in its midst")
                 .why("What it holds may be incomplete")
-                .cure("Make it anew from its messages and ids")
+                .fix("Make it anew from its messages and ids")
         })
     }
 }
 
 fn read(py: Python<'_>, name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
-    attached(py, Kind::Fault, "the conversation", || json::read(name, object))
+    with_python(py, Kind::Fault, "the conversation", || json::read(name, object))
 }
 
 pub fn register_conversation(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -26,7 +26,7 @@ impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
         }
         let error = Error::new(Kind::Argument, "TG-BORDER-004", "an array of bool holds bytes other than 0 and 1")
             .why("It was made from other bytes, by a view or from a file that was changed, and says neither true nor false")
-            .cure("Make it anew: array.view('u1') != 0");
+            .fix("Make it anew: array.view('u1') != 0");
         Err(to_python(object.py(), &error))
     }
 }

@@ -36,7 +36,7 @@ fn numbers(piece: &Bound<'_, PyAny>, depth: usize, json: &mut Vec<u8>) -> PyResu
             format!("a list of numbers is nested deeper than {DEPTH} levels"),
         )
         .why("Numbers of tokens are lists, or lists of lists; this one may hold itself")
-        .cure("Give one list with an entry per token");
+        .fix("Give one list with an entry per token");
         return Err(to_python(piece.py(), &error));
     }
     if let Ok(list) = piece.cast::<PyList>() {
@@ -93,7 +93,7 @@ fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
     let name = item.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
     let error = Error::new(Kind::Argument, "TG-BORDER-006", format!("a {name} that is no number of 64 bits"))
         .why("A list of numbers of a record is made of it")
-        .cure("Give integers below 2^63, floats, or None where a number is not known");
+        .fix("Give integers below 2^63, floats, or None where a number is not known");
     to_python(item.py(), &error)
 }
 
@@ -132,7 +132,7 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         format!("an array of {} with {} dimensions", array.dtype(), array.ndim()),
     )
     .why("A list of numbers of a record is made of it")
-    .cure("Give one dimension of integers or of float32 or float64");
+    .fix("Give one dimension of integers or of float32 or float64");
     Err(to_python(array.py(), &error))
 }
 
@@ -181,9 +181,9 @@ fn chosen_flat(
     for index in 0..starts.len() {
         comma(index, json);
         let range: std::ops::Range<usize> = starts.get_item(index)?.extract()?..ends.get_item(index)?.extract()?;
-        let wanted = ids.get_item(index).ok();
-        let index_of_id = range.into_iter().find(|&at| match (&wanted, listed.get_item(at)) {
-            (Some(wanted), Ok(id)) => wanted.eq(id).unwrap_or(false),
+        let expected = ids.get_item(index).ok();
+        let index_of_id = range.into_iter().find(|&at| match (&expected, listed.get_item(at)) {
+            (Some(expected), Ok(id)) => expected.eq(id).unwrap_or(false),
             _ => false,
         });
         match index_of_id {

@@ -101,7 +101,7 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
             format!("{name} cannot be written as JSON: {}", error.value(py)),
         )
         .why("Templates see plain JSON")
-        .cure(format!("Pass strings, numbers, lists and dicts in {name}"));
+        .fix(format!("Pass strings, numbers, lists and dicts in {name}"));
         to_python(py, &error)
     })?;
     let text = text.cast_into::<PyString>()?;
@@ -110,12 +110,12 @@ fn dumped(name: &str, object: &Bound<'_, PyAny>) -> PyResult<Value> {
 
 /// Parses JSON text.
 pub fn parsed<T: DeserializeOwned>(name: &str, json: &str) -> Result<T> {
-    serde_json::from_str(&json_number::kept(json)).map_err(|error| refused(name, &error))
+    serde_json::from_str(&json_number::replace_big_numbers(json)).map_err(|error| refused(name, &error))
 }
 
 /// Creates the error for text that is not JSON, or does not have the required form.
 pub fn refused(name: &str, error: &serde_json::Error) -> Error {
     Error::new(Kind::Argument, "TG-BORDER-010", format!("{name} cannot be written as JSON text: {error}"))
         .why("Templates see plain JSON: no NaN, no lone surrogates, no nesting deeper than 128")
-        .cure(format!("Replace what is not JSON in {name}"))
+        .fix(format!("Replace what is not JSON in {name}"))
 }

@@ -1,22 +1,22 @@
 //! Python bindings of `tracegrad_core::pack`, for numpy arrays.
 
 use crate::bool_array::Flags;
-use crate::border::detached;
+use crate::border::without_gil;
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
-use tracegrad_core::pack::{self, Branches, Cost, Demand, Gather, Plan, Tokens, TooLong, Whole};
+use tracegrad_core::pack::{self, Branches, Cost, Gather, PackRequest, Plan, RowUnit, Tokens, TooLong};
 use tracegrad_core::{Error, Kind};
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
 
 fn too_long_named(name: &str) -> Result<TooLong, Error> {
     match name {
-        "refuse" => Ok(TooLong::Refuse),
+        "error" => Ok(TooLong::Error),
         "drop" => Ok(TooLong::Drop),
         "truncate" => Ok(TooLong::Truncate),
         _ => Err(Error::new(Kind::Argument, "TG-BORDER-011", format!("too_long is '{name}'"))
             .why("It says what is done with a trace that does not fit a row")
-            .cure("Pass 'refuse', 'drop' or 'truncate'")),
+            .fix("Pass 'refuse', 'drop' or 'truncate'")),
     }
 }
 
@@ -31,7 +31,7 @@ fn pack_measure<'py>(
     ids: PyReadonlyArray1<'py, i32>,
     trainable: Flags<'py>,
     names: Vec<String>,
-    token_budget: usize,
+    tokens_per_row: usize,
     whole_traces: bool,
     shared: bool,
     too_long: &str,
@@ -44,12 +44,12 @@ fn pack_measure<'py>(
         names: &names,
     };
     let unit = match (whole_traces, shared) {
-        (false, _) => Whole::Branch,
-        (true, false) => Whole::Trace,
-        (true, true) => Whole::Tree,
+        (false, _) => RowUnit::Branch,
+        (true, false) => RowUnit::Trace,
+        (true, true) => RowUnit::Tree,
     };
-    let measure = || pack::measure(branches, token_budget, unit, too_long_named(too_long)?);
-    let out = detached(py, Kind::Fault, "packing", measure)?;
+    let measure = || pack::measure(branches, tokens_per_row, unit, too_long_named(too_long)?);
+    let out = without_gil(py, Kind::Fault, "packing", measure)?;
     Ok((
         out.length.into_pyarray(py),
         out.terms.into_pyarray(py),
@@ -73,12 +73,12 @@ fn pack_place<'py>(
     trace: PyReadonlyArray1<'py, i32>,
     step: PyReadonlyArray1<'py, i32>,
     ranks: usize,
-    token_budget: usize,
+    tokens_per_row: usize,
     whole_traces: bool,
     cost: (f64, f64, f64),
     least_gain: Option<f64>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let demand = Demand {
+    let request = PackRequest {
         ids: ids.as_slice()?,
         cu_seqlens: cu_seqlens.as_slice()?,
         length: length.as_slice()?,
@@ -86,12 +86,12 @@ fn pack_place<'py>(
         trace: trace.as_slice()?,
         step: step.as_slice()?,
         ranks,
-        token_budget,
+        tokens_per_row,
         whole_traces,
         cost: Cost { token: cost.0, pair: cost.1, term: cost.2 },
-        least_gain,
+        min_sharing_gain: least_gain,
     };
-    let out = detached(py, Kind::Fault, "packing", || pack::place(demand))?;
+    let out = without_gil(py, Kind::Fault, "packing", || pack::place(request))?;
     Ok(vec![
         out.rank.into_pyarray(py).into_any(),
         out.row.into_pyarray(py).into_any(),
@@ -137,18 +137,18 @@ fn pack_lay<'py>(
         rows: rows.as_slice()?,
         shared: shared.as_slice()?,
     };
-    let out = detached(py, Kind::Fault, "packing", || pack::lay(tokens, plan, multiple))?;
+    let out = without_gil(py, Kind::Fault, "packing", || pack::write_rows(tokens, plan, multiple))?;
     Ok(vec![
         out.ids.into_pyarray(py).into_any(),
         out.positions.into_pyarray(py).into_any(),
         out.tree_end.into_pyarray(py).into_any(),
         out.cu_tokens.into_pyarray(py).into_any(),
-        out.read.into_pyarray(py).into_any(),
+        out.predictor.into_pyarray(py).into_any(),
         out.target.into_pyarray(py).into_any(),
         out.inv_temperature.into_pyarray(py).into_any(),
         out.row.into_pyarray(py).into_any(),
         out.term.into_pyarray(py).into_any(),
-        out.cu_heads.into_pyarray(py).into_any(),
+        out.cu_logit_rows.into_pyarray(py).into_any(),
         out.cu_row_terms.into_pyarray(py).into_any(),
         out.cu_rows.into_pyarray(py).into_any(),
         out.origin.into_pyarray(py).into_any(),
@@ -176,7 +176,7 @@ fn pack_gather<'py>(
     of_branches: Vec<Values<'py>>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let (origin, branch) = (origin.as_slice()?, branch.as_slice()?);
-    let gather = detached(py, Kind::Fault, "packing", || Ok(Gather::of(origin, branch)))?;
+    let gather = without_gil(py, Kind::Fault, "packing", || Ok(Gather::of(origin, branch)))?;
     let of_tokens = of_tokens.iter().map(|values| (values, true));
     let all = of_tokens.chain(of_branches.iter().map(|values| (values, false)));
     all.map(|(values, of_tokens)| match values {
@@ -201,7 +201,7 @@ fn gathered<'py, T: Element + Copy + Default>(
     {
         let mut out = out.try_readwrite()?;
         let out = out.as_slice_mut()?;
-        detached(py, Kind::Fault, "packing", || {
+        without_gil(py, Kind::Fault, "packing", || {
             if of_tokens {
                 gather.of_tokens(values, out);
             } else {

@@ -2,7 +2,7 @@
 //! output.
 
 use crate::bool_array::Flags;
-use crate::border::{attached, detached};
+use crate::border::{with_python, without_gil};
 use crate::errors::to_python;
 use crate::traces::locked;
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray};
@@ -10,8 +10,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Mutex;
 use tracegrad_core::ratio::{
-    self, Agg, AnyGate, Blend, Budget, Exchange, Gate, Ids, Integers, Level, Missing, Op, Over, Per, Plan, Policy,
-    Ratio, Real, Reduction, Scale, Shape, Stat, Terms, Totals, Weight, When,
+    self, Aggregation, AnyRejection, Blend, Exchange, Ids, Integers, Missing, Op, Over, Per, Plan, Policy, Ratio, Real,
+    Reduce, Reduction, Rejection, RejectionBudget, Scale, Shape, Stat, Terms, Totals, Weight, When,
 };
 use tracegrad_core::{Error, Kind};
 
@@ -28,11 +28,11 @@ type PlainCorrected<'py> =
     (Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<bool>>, Vec<Bound<'py, PyAny>>, Bound<'py, PyDict>);
 
 #[derive(FromPyObject)]
-enum PlainGate {
+enum PlainRejection {
     /// (ratio, stat, level, low, high, when, scope)
-    Gate(PlainRatio, String, PlainLevel, f64, f64, String, String),
+    Rejection(PlainRatio, String, PlainLevel, f64, f64, String, String),
     /// (ratio, stat, mean, kept, active)
-    Budget(PlainRatio, String, f64, bool, bool),
+    RejectionBudget(PlainRatio, String, f64, bool, bool),
 }
 
 #[derive(FromPyObject)]
@@ -49,7 +49,7 @@ impl Whole<'_> {
             Self::Wide(values) => Integers::Wide(values.as_slice()?),
         };
         let each = if values.len() == columns.positions { 1 } else { columns.width };
-        Ok(Ids { values, each })
+        Ok(Ids { values, terms_per_id: each })
     }
 }
 
@@ -91,7 +91,7 @@ impl Exchange for Ranks {
             if result.len() != values.len() {
                 let what = format!("all_reduce gave {} numbers for {}", result.len(), values.len());
                 let error = Error::new(Kind::Argument, "TG-BORDER-012", what)
-                    .cure("Return the reduced array, of the same shape");
+                    .fix("Return the reduced array, of the same shape");
                 return Err(to_python(py, &error));
             }
             values.copy_from_slice(result);
@@ -103,7 +103,7 @@ impl Exchange for Ranks {
         })
     }
 
-    fn is_alone(&self) -> bool {
+    fn is_single_rank(&self) -> bool {
         self.all_reduce.is_none()
     }
 }
@@ -113,7 +113,7 @@ impl Exchange for Ranks {
 fn correct_terms<'py>(
     py: Python<'py>,
     columns: Columns<'py>,
-    gates: Vec<PlainGate>,
+    rejections: Vec<PlainRejection>,
     weights: Vec<PlainWeight>,
     reductions: Vec<PlainReduction>,
     missing: &str,
@@ -121,7 +121,7 @@ fn correct_terms<'py>(
 ) -> PyResult<PlainCorrected<'py>> {
     let plan = || -> Result<Plan, Error> {
         Ok(Plan {
-            gates: gates.iter().map(gate).collect::<Result<_, _>>()?,
+            rejections: rejections.iter().map(rejection).collect::<Result<_, _>>()?,
             weights: weights.iter().map(weight).collect::<Result<_, _>>()?,
             missing: named("missing", missing, &MISSING)?,
             reductions: reductions.iter().map(reduction).collect::<Result<_, _>>()?,
@@ -132,7 +132,7 @@ fn correct_terms<'py>(
     let floats = columns.rollout.as_ref().or(columns.old.as_ref());
     let is_wide = floats.is_some_and(|array| array.extract::<PyReadonlyArray1<'_, f64>>().is_ok());
     let run = if is_wide { run::<f64> } else { run::<f32> };
-    attached(py, Kind::Fault, "correcting", || run(py, &columns, &plan, &ranks))
+    with_python(py, Kind::Fault, "correcting", || run(py, &columns, &plan, &ranks))
 }
 
 fn run<'py, F: Real + Element>(
@@ -164,7 +164,7 @@ fn run<'py, F: Real + Element>(
     let result = {
         let (mut weight, mut keep) = (weight.try_readwrite()?, keep.try_readwrite()?);
         let (weight, keep) = (weight.as_slice_mut()?, keep.as_slice_mut()?);
-        detached(py, Kind::Fault, "correcting", || ratio::correct_into(&terms, plan, ranks, weight, keep))
+        without_gil(py, Kind::Fault, "correcting", || ratio::correct_into(&terms, plan, ranks, weight, keep))
     };
     let (scales, stats) = result.map_err(|error| locked(&ranks.raised).take().unwrap_or(error))?;
     let named = PyDict::new(py);
@@ -200,12 +200,12 @@ const OVER: [(&str, Over); 5] = [
     ("group", Over::Group),
     ("batch", Over::Batch),
 ];
-const AGG: [(&str, Agg); 5] = [
-    ("sum", Agg::Sum),
-    ("mean", Agg::Mean),
-    ("max", Agg::Max),
-    ("prefix_sum", Agg::PrefixSum),
-    ("prefix_min", Agg::PrefixMin),
+const AGG: [(&str, Reduce); 5] = [
+    ("sum", Reduce::Sum),
+    ("mean", Reduce::Mean),
+    ("max", Reduce::Max),
+    ("prefix_sum", Reduce::PrefixSum),
+    ("prefix_min", Reduce::PrefixMin),
 ];
 const BLEND: [(&str, Blend); 2] = [("arithmetic", Blend::Arithmetic), ("geometric", Blend::Geometric)];
 const POLICY: [(&str, Policy); 3] = [("old", Policy::Old), ("rollout", Policy::Rollout), ("ref", Policy::Reference)];
@@ -227,7 +227,7 @@ const WHEN: [(&str, When); 5] = [
     ("A<=0", When::NonPositive),
 ];
 const MISSING: [(&str, Missing); 3] =
-    [("mask", Missing::Mask), ("neutral", Missing::Neutral), ("refuse", Missing::Refuse)];
+    [("mask", Missing::Mask), ("ratio_one", Missing::RatioOne), ("error", Missing::Error)];
 const PER: [(&str, Per); 5] = [
     ("token", Per::Token),
     ("trace", Per::Trace),
@@ -240,7 +240,7 @@ fn named<T: Copy>(what: &str, name: &str, valid: &[(&str, T)]) -> Result<T, Erro
     valid.iter().find(|(known, _)| *known == name).map(|&(_, value)| value).ok_or_else(|| {
         let names: Vec<&str> = valid.iter().map(|(known, _)| *known).collect();
         Error::new(Kind::Argument, "TG-BORDER-014", format!("{what} is '{name}'"))
-            .cure(format!("It is one of {}", names.join(", ")))
+            .fix(format!("It is one of {}", names.join(", ")))
     })
 }
 
@@ -248,15 +248,15 @@ fn quotient((num, den): &PlainRatio) -> Result<Ratio, Error> {
     Ok(Ratio { num: named("num", num, &POLICY)?, den: named("den", den, &POLICY)? })
 }
 
-fn level((over, agg, kept, blend): &PlainLevel) -> Result<Level, Error> {
-    let agg = agg.as_deref().map_or(Ok(Agg::Sum), |agg| named("agg", agg, &AGG))?;
+fn level((over, agg, kept, blend): &PlainLevel) -> Result<Aggregation, Error> {
+    let agg = agg.as_deref().map_or(Ok(Reduce::Sum), |agg| named("agg", agg, &AGG))?;
     let blend = blend.as_deref().map(|blend| named("blend", blend, &BLEND)).transpose()?;
-    Ok(Level { over: named("over", over, &OVER)?, agg, kept: *kept, blend })
+    Ok(Aggregation { over: named("over", over, &OVER)?, agg, kept: *kept, blend })
 }
 
-fn gate(plain: &PlainGate) -> Result<AnyGate, Error> {
+fn rejection(plain: &PlainRejection) -> Result<AnyRejection, Error> {
     Ok(match plain {
-        PlainGate::Gate(ratio, stat, plain, low, high, when, scope) => AnyGate::Gate(Gate {
+        PlainRejection::Rejection(ratio, stat, plain, low, high, when, scope) => AnyRejection::Rejection(Rejection {
             ratio: quotient(ratio)?,
             stat: named("stat", stat, &STAT)?,
             level: level(plain)?,
@@ -265,13 +265,15 @@ fn gate(plain: &PlainGate) -> Result<AnyGate, Error> {
             when: named("when", when, &WHEN)?,
             scope: named("scope", scope, &OVER)?,
         }),
-        PlainGate::Budget(ratio, stat, mean, kept, active) => AnyGate::Budget(Budget {
-            ratio: quotient(ratio)?,
-            stat: named("stat", stat, &STAT)?,
-            mean: *mean,
-            kept: *kept,
-            active: *active,
-        }),
+        PlainRejection::RejectionBudget(ratio, stat, mean, kept, active) => {
+            AnyRejection::RejectionBudget(RejectionBudget {
+                ratio: quotient(ratio)?,
+                stat: named("stat", stat, &STAT)?,
+                mean: *mean,
+                kept: *kept,
+                active: *active,
+            })
+        }
     })
 }
 
@@ -279,9 +281,9 @@ fn weight((ratio, plain, (shape, first, second), when, normalize): &PlainWeight)
     let (first, second) = (*first, *second);
     let shapes = [
         ("identity", Shape::Identity),
-        ("clamp", Shape::Clamp(first, second)),
-        ("window", Shape::Window(first, second)),
-        ("strict_window", Shape::StrictWindow(first, second)),
+        ("clamp", Shape::Truncate(first, second)),
+        ("window", Shape::MaskOutside(first, second)),
+        ("strict_window", Shape::MaskOutsideStrict(first, second)),
         ("gamma", Shape::Gamma { power: first, rate: second }),
         ("gaussian", Shape::Gaussian(first)),
     ];

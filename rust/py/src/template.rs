@@ -1,7 +1,7 @@
 //! Python bindings of `tracegrad_core::template`: Python objects or JSON text as input, rendered text and span arrays
 //! as output.
 
-use crate::border::{attached, detached};
+use crate::border::{with_python, without_gil};
 use crate::json;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
@@ -16,7 +16,7 @@ use tracegrad_core::{Kind, Result};
 #[pyclass(frozen, module = "tracegrad._core", name = "Template")]
 pub struct PyTemplate {
     inner: Template,
-    tools: KnownTools,
+    tools: ToolCache,
 }
 
 #[pymethods]
@@ -24,8 +24,8 @@ impl PyTemplate {
     #[new]
     fn new(py: Python<'_>, source: &str, special_tokens: Vec<(String, String)>) -> PyResult<Self> {
         let compile = || Template::compile(source, &special_tokens);
-        let inner = detached(py, Kind::Template, WHAT, compile)?;
-        Ok(Self { inner, tools: KnownTools::default() })
+        let inner = without_gil(py, Kind::Template, WHAT, compile)?;
+        Ok(Self { inner, tools: ToolCache::default() })
     }
 
     #[getter]
@@ -43,7 +43,7 @@ impl PyTemplate {
     ) -> PyResult<Bound<'py, PyTuple>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
         let render = || call.parsed(&self.tools)?.rendered(&self.inner, add_generation_prompt);
-        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
+        to_tuple(py, without_gil(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_text(
@@ -55,15 +55,15 @@ impl PyTemplate {
         kwargs: &Bound<'_, PyAny>,
     ) -> PyResult<String> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        detached(py, Kind::Template, WHAT, || call.parsed(&self.tools)?.text(&self.inner, add_generation_prompt))
+        without_gil(py, Kind::Template, WHAT, || call.parsed(&self.tools)?.text(&self.inner, add_generation_prompt))
     }
 }
 
 /// Arguments of a template. Python objects are converted; JSON text is not parsed yet.
 pub struct Arguments<'a> {
-    messages: Given<'a>,
-    tools: Option<GivenTools<'a>>,
-    kwargs: Given<'a>,
+    messages: Argument<'a>,
+    tools: Option<ToolsArgument<'a>>,
+    kwargs: Argument<'a>,
 }
 
 impl<'a> Arguments<'a> {
@@ -72,19 +72,19 @@ impl<'a> Arguments<'a> {
         messages: &'a Bound<'_, PyAny>,
         tools: Option<&'a Bound<'_, PyAny>>,
         kwargs: &'a Bound<'_, PyAny>,
-        known: &KnownTools,
+        cache: &ToolCache,
     ) -> PyResult<Self> {
-        attached(py, Kind::Template, "the arguments of the chat template", || {
-            let tools = tools.map(|tools| known.given(tools)).transpose()?;
-            Ok(Self { messages: Given::of("messages", messages)?, tools, kwargs: Given::of(VARIABLES, kwargs)? })
+        with_python(py, Kind::Template, "the arguments of the chat template", || {
+            let tools = tools.map(|tools| cache.given(tools)).transpose()?;
+            Ok(Self { messages: Argument::of("messages", messages)?, tools, kwargs: Argument::of(VARIABLES, kwargs)? })
         })
     }
 
-    /// Parses all arguments. Tools that were parsed before come from `known`.
-    pub fn parsed(self, known: &KnownTools) -> Result<Parsed> {
+    /// Parses all arguments. Tools that were parsed before come from `cache`.
+    pub fn parsed(self, cache: &ToolCache) -> Result<Parsed> {
         let tools = match self.tools {
-            Some(GivenTools::Text(text)) => Some(known.parsed(text)?),
-            Some(GivenTools::Read(tools)) => Some(tools),
+            Some(ToolsArgument::Text(text)) => Some(cache.parsed(text)?),
+            Some(ToolsArgument::Read(tools)) => Some(tools),
             None => None,
         };
         let list = |value| if let Value::Array(items) = value { Ok(items) } else { Err(value) };
@@ -99,12 +99,12 @@ pub const WHAT: &str = "the chat template";
 /// Name of the template's own variables in errors.
 const VARIABLES: &str = "template variables";
 
-enum Given<'a> {
+enum Argument<'a> {
     Text(&'a str),
     Value(Value),
 }
 
-impl<'a> Given<'a> {
+impl<'a> Argument<'a> {
     fn of(name: &str, object: &'a Bound<'_, PyAny>) -> PyResult<Self> {
         match object.cast::<PyString>() {
             Ok(text) => Ok(Self::Text(text.to_str()?)),
@@ -149,7 +149,7 @@ impl Parsed {
     }
 }
 
-enum GivenTools<'a> {
+enum ToolsArgument<'a> {
     Text(&'a str),
     Read(Arc<Value>),
 }
@@ -159,28 +159,28 @@ type ToolSet = (Option<Box<str>>, Arc<Value>);
 
 /// Cache of tool schemas, the oldest first.
 #[derive(Default)]
-pub struct KnownTools(Mutex<Vec<ToolSet>>);
+pub struct ToolCache(Mutex<Vec<ToolSet>>);
 
 /// Number of cached sets.
 const SETS: usize = 16;
 /// Bytes of the longest text that is cached.
 const TEXT_BYTES: usize = 1 << 20;
 
-impl KnownTools {
-    fn given<'a>(&self, object: &'a Bound<'_, PyAny>) -> PyResult<GivenTools<'a>> {
+impl ToolCache {
+    fn given<'a>(&self, object: &'a Bound<'_, PyAny>) -> PyResult<ToolsArgument<'a>> {
         if let Ok(text) = object.cast::<PyString>() {
-            return Ok(GivenTools::Text(text.to_str()?));
+            return Ok(ToolsArgument::Text(text.to_str()?));
         }
         if let Some(tools) = self.known(|(_, tools)| json::is(object, tools)) {
-            return Ok(GivenTools::Read(tools));
+            return Ok(ToolsArgument::Read(tools));
         }
         let tools = Arc::new(json::read("tools", object)?);
         self.keep(None, &tools);
-        Ok(GivenTools::Read(tools))
+        Ok(ToolsArgument::Read(tools))
     }
 
     fn parsed(&self, text: &str) -> Result<Arc<Value>> {
-        if let Some(tools) = self.known(|(known, _)| known.as_deref() == Some(text)) {
+        if let Some(tools) = self.known(|(cache, _)| cache.as_deref() == Some(text)) {
             return Ok(tools);
         }
         let tools = Arc::new(json::parsed("tools", text)?);

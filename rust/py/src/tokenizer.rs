@@ -1,8 +1,8 @@
 //! Python bindings of `tracegrad_core::tokenizer`: text as input, int32 arrays as output. The GIL is released during
 //! the work.
 
-use crate::border::detached;
-use crate::template::{Arguments, KnownTools, WHAT, to_tuple};
+use crate::border::without_gil;
+use crate::template::{Arguments, ToolCache, WHAT, to_tuple};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -18,7 +18,7 @@ pub struct PyTokenizer {
     /// The tokenizer, shared with calls of align.
     pub inner: Arc<Tokenizer>,
     /// Cache of the tool schemas of its calls.
-    pub tools: KnownTools,
+    pub tools: ToolCache,
 }
 
 type Ids<'py> = Bound<'py, PyArray1<i32>>;
@@ -29,18 +29,18 @@ impl PyTokenizer {
     #[pyo3(signature = (path, vocab_size=None, cache=None))]
     fn from_dir(py: Python<'_>, path: PathBuf, vocab_size: Option<u32>, cache: Option<PathBuf>) -> PyResult<Self> {
         let load = || Tokenizer::from_dir_of(&path, vocab_size, cache.as_deref());
-        detached(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
+        without_gil(py, Kind::Tokenizer, "the tokenizer", load).map(Self::of)
     }
 
     /// Creates a tokenizer from the result of `source`.
     #[staticmethod]
     fn from_source(py: Python<'_>, json: &[u8], config: &[u8]) -> PyResult<Self> {
-        detached(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config)).map(Self::of)
+        without_gil(py, Kind::Tokenizer, "the tokenizer", || Tokenizer::from_source(json, config)).map(Self::of)
     }
 
     /// Returns the arguments of `from_source`, which also work in another process.
     fn source<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
-        let (json, config) = detached(py, Kind::Tokenizer, "the tokenizer", || self.inner.source())?;
+        let (json, config) = without_gil(py, Kind::Tokenizer, "the tokenizer", || self.inner.source())?;
         Ok((PyBytes::new(py, json), PyBytes::new(py, &config)))
     }
 
@@ -48,9 +48,9 @@ impl PyTokenizer {
         let borrowed = text.to_str()?;
         let ids = if self.inner.is_long(borrowed) {
             let owned_text = PyBackedStr::try_from(text)?;
-            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode_shared(owned_text))?
+            without_gil(py, Kind::Tokenizer, "encoding", || self.inner.encode_shared(owned_text))?
         } else {
-            detached(py, Kind::Tokenizer, "encoding", || self.inner.encode(borrowed))?
+            without_gil(py, Kind::Tokenizer, "encoding", || self.inner.encode(borrowed))?
         };
         Ok(signed(ids).into_pyarray(py))
     }
@@ -60,8 +60,8 @@ impl PyTokenizer {
         py: Python<'py>,
         text: PyBackedStr,
     ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
-        let encode = || self.inner.encode_held(text, 0);
-        let (ids, ends) = detached(py, Kind::Tokenizer, "encoding", encode)?;
+        let encode = || self.inner.encode_with_ends_shared(text, 0);
+        let (ids, ends) = without_gil(py, Kind::Tokenizer, "encoding", encode)?;
         let ends: Vec<i64> = ends.into_iter().map(i64::from).collect();
         Ok((signed(ids).into_pyarray(py), ends.into_pyarray(py)))
     }
@@ -72,13 +72,13 @@ impl PyTokenizer {
         texts: Vec<PyBackedStr>,
     ) -> PyResult<(Ids<'py>, Bound<'py, PyArray1<i64>>)> {
         let encode = || self.inner.encode_batch(texts).map(flattened);
-        let (ids, offsets) = detached(py, Kind::Tokenizer, "encoding", encode)?;
+        let (ids, offsets) = without_gil(py, Kind::Tokenizer, "encoding", encode)?;
         Ok((ids.into_pyarray(py), offsets.into_pyarray(py)))
     }
 
     fn decode_bytes<'py>(&self, py: Python<'py>, ids: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyBytes>> {
         let ids = ids.as_slice()?;
-        let bytes = detached(py, Kind::Tokenizer, "decoding", || {
+        let bytes = without_gil(py, Kind::Tokenizer, "decoding", || {
             let ids: Vec<u32> = ids.iter().enumerate().map(|(at, id)| unsigned(at, *id)).collect::<Result<_>>()?;
             self.inner.decode_bytes(&ids)
         })?;
@@ -123,7 +123,7 @@ impl PyTokenizer {
             let call = call.parsed(&self.tools)?;
             call.rendered(self.inner.template_for(call.tools.as_ref())?, add_generation_prompt)
         };
-        to_tuple(py, detached(py, Kind::Template, WHAT, render)?)
+        to_tuple(py, without_gil(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_ids<'py>(
@@ -135,7 +135,7 @@ impl PyTokenizer {
         kwargs: &Bound<'py, PyAny>,
     ) -> PyResult<Ids<'py>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
-        let ids = detached(py, Kind::Template, WHAT, || {
+        let ids = without_gil(py, Kind::Template, WHAT, || {
             let call = call.parsed(&self.tools)?;
             let template = self.inner.template_for(call.tools.as_ref())?;
             self.inner.encode_shared(call.text(template, add_generation_prompt)?).map(signed)
@@ -162,11 +162,11 @@ impl PyTokenizer {
         }
     }
 
-    /// Returns `(backend, reason, probes, no_memo)`.
+    /// Returns `(backend, reason, probes, cache_disabled_reason)`.
     #[getter]
     fn report(&self) -> (&'static str, &str, usize, Option<&'static str>) {
         let report = self.inner.report();
-        (report.backend, &report.reason, report.probes, report.no_memo)
+        (report.backend, &report.reason, report.probes, report.cache_disabled_reason)
     }
 
     /// Returns `(class, text, ids, other)` if transformers 5 would encode `text` as `other`.
@@ -193,7 +193,7 @@ impl PyTokenizer {
 
 impl PyTokenizer {
     fn of(inner: Tokenizer) -> Self {
-        Self { inner: Arc::new(inner), tools: KnownTools::default() }
+        Self { inner: Arc::new(inner), tools: ToolCache::default() }
     }
 }
 
@@ -207,13 +207,13 @@ pub fn unsigned(index: usize, id: i64) -> Result<u32> {
     u32::try_from(id).map_err(|_| {
         let mut error = Error::new(Kind::Argument, "TG-BORDER-017", format!("id {id} is no token id"))
             .why("Ids lie between 0 and the size of the vocabulary")
-            .cure("Cut padding such as -100 off before decoding");
+            .fix("Cut padding such as -100 off before decoding");
         error.location.token = Some(index);
         error
     })
 }
 
-/// Returns the concatenated ids, and the offset at which each text begins.
+/// Returns the concatenated ids, and the offset at which each text starts.
 fn flattened(encoded: Vec<Vec<u32>>) -> (Vec<i32>, Vec<i64>) {
     let mut offsets = Vec::with_capacity(encoded.len() + 1);
     let mut ids = Vec::with_capacity(encoded.iter().map(Vec::len).sum());

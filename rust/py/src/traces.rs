@@ -1,7 +1,7 @@
 //! Python bindings of `tracegrad_core::read` and `trace`: traces as handles, whose parts are converted to Python
 //! objects on demand.
 
-use crate::border::{Line, attached, detached};
+use crate::border::{Line, with_python, without_gil};
 use crate::compose::compose;
 use crate::errors::to_python;
 use numpy::{IntoPyArray, PyArray1};
@@ -14,8 +14,8 @@ use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tracegrad_core::findings::NAMES;
 use tracegrad_core::format::forms;
-use tracegrad_core::read::{Report, decode_all, open, plain};
-use tracegrad_core::sampling::{OPTIONS, Off, SPELLINGS};
+use tracegrad_core::read::{Report, decode_all, needs_no_adapter, unanswered_traces};
+use tracegrad_core::sampling::{NoEffect, OPTIONS, SPELLINGS};
 use tracegrad_core::trace::{Generation, LogprobKind, Prompt, Stop, Trace};
 use tracegrad_core::{Error, Kind, cancel, json_number};
 
@@ -25,12 +25,12 @@ pub struct PyTraces {
     /// The traces. Slices and concatenations share them.
     pub inner: Arc<Vec<Arc<Trace>>>,
     /// Format that a caller requested for all of them, so that they can be read again in it.
-    wanted: Option<&'static str>,
+    format_name: Option<&'static str>,
 }
 
 impl PyTraces {
-    pub(crate) fn new(traces: Vec<Arc<Trace>>, wanted: Option<&'static str>) -> Self {
-        Self { inner: Arc::new(traces), wanted }
+    pub(crate) fn new(traces: Vec<Arc<Trace>>, format_name: Option<&'static str>) -> Self {
+        Self { inner: Arc::new(traces), format_name }
     }
 
     fn get(&self, index: usize) -> PyResult<&Arc<Trace>> {
@@ -48,7 +48,7 @@ impl PyTraces {
     fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<Reduced<'py>> {
         let row = |trace: &Arc<Trace>| -> PyResult<Kept<'py>> {
             let (place, record) = (&trace.location, record_of(py, trace)?);
-            Ok((record, place.file.as_deref().unwrap_or("").to_owned(), Line::of(place).unwrap_or(Line::Alone(1))))
+            Ok((record, place.file.as_deref().unwrap_or("").to_owned(), Line::of(place).unwrap_or(Line::Only(1))))
         };
         let restore = py.import(intern!(py, "tracegrad._core"))?.getattr(intern!(py, "restore_traces"))?;
         Ok((restore, (self.inner.iter().map(row).collect::<PyResult<_>>()?, self.format())))
@@ -59,14 +59,14 @@ impl PyTraces {
     }
 
     fn take(&self, indices: Vec<usize>) -> PyResult<Self> {
-        Ok(Self::new(indices.into_iter().map(|at| self.get(at).cloned()).collect::<PyResult<_>>()?, self.wanted))
+        Ok(Self::new(indices.into_iter().map(|at| self.get(at).cloned()).collect::<PyResult<_>>()?, self.format_name))
     }
 
     #[staticmethod]
     fn concatenate(parts: Vec<PyRef<'_, Self>>) -> Self {
-        let wanted = parts.first().and_then(|part| part.wanted);
-        let wanted = wanted.filter(|_| parts.iter().all(|part| part.wanted == wanted));
-        Self::new(parts.iter().flat_map(|part| part.inner.iter().cloned()).collect(), wanted)
+        let format_name = parts.first().and_then(|part| part.format_name);
+        let format_name = format_name.filter(|_| parts.iter().all(|part| part.format_name == format_name));
+        Self::new(parts.iter().flat_map(|part| part.inner.iter().cloned()).collect(), format_name)
     }
 
     #[staticmethod]
@@ -79,7 +79,7 @@ impl PyTraces {
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
         let format = form_name(py, format)?;
         let decode = || decode_all(records.into_iter().map(Into::into).collect(), name, first.into(), format);
-        let (traces, report) = detached(py, Kind::Fault, "reading records", decode)?;
+        let (traces, report) = without_gil(py, Kind::Fault, "reading records", decode)?;
         Ok((Self::new(traces, format), report_dict(py, &report)?))
     }
 
@@ -87,7 +87,7 @@ impl PyTraces {
     /// record may contain an answer elsewhere.
     #[pyo3(signature = (names=None))]
     fn open(&self, py: Python<'_>, names: Option<Vec<String>>) -> PyResult<Vec<usize>> {
-        detached(py, Kind::Fault, "reading records", || open(&self.inner, names.as_deref()))
+        without_gil(py, Kind::Fault, "reading records", || unanswered_traces(&self.inner, names.as_deref()))
     }
 
     /// Returns for each record whether it is read completely without an adapter, and no object in it has one of the
@@ -95,7 +95,7 @@ impl PyTraces {
     #[staticmethod]
     fn plain(py: Python<'_>, records: Vec<PyBackedBytes>, keys: Vec<PyBackedBytes>) -> PyResult<Vec<bool>> {
         let records = records.iter().map(|bytes| (**bytes).into()).collect();
-        detached(py, Kind::Fault, "reading records", || plain(records, &keys))
+        without_gil(py, Kind::Fault, "reading records", || needs_no_adapter(records, &keys))
     }
 
     /// Reads records given as pieces: JSON text and, in between, lists of numbers or pairs of ids and logprob objects.
@@ -108,13 +108,13 @@ impl PyTraces {
         format: &str,
     ) -> PyResult<(Self, Bound<'py, PyDict>)> {
         let records_of_rows = || rows.iter().map(compose).collect::<PyResult<_>>();
-        let records = attached(py, Kind::Fault, "reading records", records_of_rows)?;
+        let records = with_python(py, Kind::Fault, "reading records", records_of_rows)?;
         Self::decode(py, records, name, first, format)
     }
 
     #[getter]
     fn format(&self) -> &'static str {
-        self.wanted.unwrap_or("auto")
+        self.format_name.unwrap_or("auto")
     }
 
     fn id(&self, index: usize) -> PyResult<&str> {
@@ -221,7 +221,7 @@ impl PyTraces {
         columns.set_item("stop_text", ints(&|row| i64::from(matches!(row.3.stop, Stop::Text(_)))))?;
         columns.set_item("temperature", floats(&|row| row.temperature.map_or(f64::NAN, Into::into)))?;
         columns.set_item("top_p", floats(&|row| row.top_p.map_or(f64::NAN, Into::into)))?;
-        columns.set_item("left_out", ints(&|row| row.3.left_out.into()))?;
+        columns.set_item("left_out", ints(&|row| row.3.omitted.into()))?;
         let options =
             rows.iter().map(|row| if row.3.options.is_empty() { Ok(None) } else { options_of(py, row.3).map(Some) });
         columns.set_item("sampling", options.collect::<PyResult<Vec<_>>>()?)?;
@@ -243,7 +243,7 @@ impl PyTraces {
 
 /// Returns the bytes of a record, from memory or from its file.
 fn record_of<'py>(py: Python<'py>, trace: &Trace) -> PyResult<Bound<'py, PyBytes>> {
-    detached(py, Kind::Fault, "reading a record", || trace.record()).map(|record| PyBytes::new(py, &record))
+    without_gil(py, Kind::Fault, "reading a record", || trace.record()).map(|record| PyBytes::new(py, &record))
 }
 
 /// A record, its file and its line.
@@ -255,7 +255,7 @@ type Reduced<'py> = (Bound<'py, PyAny>, (Vec<Kept<'py>>, &'static str));
 #[pyfunction]
 fn restore_traces(py: Python<'_>, rows: Vec<(PyBackedBytes, String, Line)>, format: &str) -> PyResult<PyTraces> {
     let format = form_name(py, format)?;
-    let traces = detached(py, Kind::Fault, "reading records", || {
+    let traces = without_gil(py, Kind::Fault, "reading records", || {
         let read = |(record, name, line): &(PyBackedBytes, String, Line)| {
             cancel::check();
             decode_all(vec![Arc::from(&**record)], name, (*line).into(), format).map(|(traces, _)| traces)
@@ -283,7 +283,7 @@ fn prompt_ids(generation: &Generation) -> Option<&[u32]> {
     }
 }
 
-/// Returns whether the messages before a generation begin with a system or developer message.
+/// Returns whether the messages before a generation start with a system or developer message.
 fn starts_with_system(trace: &Trace, generation: &Generation) -> bool {
     let first = generation.context.first().and_then(|&index| trace.messages.get(index as usize));
     first.is_some_and(|message| matches!(message.role(), "system" | "developer"))
@@ -306,7 +306,7 @@ fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult
     fields.set_item("invalid", tokens.invalid)?;
     fields.set_item("finish_reason", generation.finish_reason.as_deref())?;
     match &generation.stop {
-        Stop::Unsaid => fields.set_item("stop_reason", py.None())?,
+        Stop::Unknown => fields.set_item("stop_reason", py.None())?,
         Stop::Id(id) => fields.set_item("stop_reason", id)?,
         Stop::Text(text) => fields.set_item("stop_reason", text)?,
     }
@@ -345,9 +345,9 @@ type SamplingOption = (&'static str, Vec<&'static str>, Option<Vec<f64>>);
 /// which it has no effect; None means that false, empty and 0 have no effect.
 #[pyfunction]
 fn sampling_options() -> Vec<SamplingOption> {
-    let row = |(name, off): &(&'static str, Off)| {
+    let row = |(name, off): &(&'static str, NoEffect)| {
         let spelled = SPELLINGS.iter().filter(|(_, option)| option == name).map(|(spelled, _)| *spelled);
-        let at = if let Off::At(values) = off { Some(values.to_vec()) } else { None };
+        let at = if let NoEffect::At(values) = off { Some(values.to_vec()) } else { None };
         (*name, spelled.collect(), at)
     };
     OPTIONS.iter().map(row).collect()
@@ -358,7 +358,7 @@ fn sampling_options() -> Vec<SamplingOption> {
 fn sampling_option_is_off(name: &str, value: &str) -> bool {
     let option = OPTIONS.iter().find(|(option, _)| *option == name);
     let value = serde_json::from_str(value).unwrap_or(Value::Null);
-    option.is_none_or(|(name, off)| off.holds(name, &value))
+    option.is_none_or(|(name, off)| off.contains(name, &value))
 }
 
 /// Converts a JSON value to Python objects.
@@ -403,7 +403,7 @@ pub(crate) fn form_name(py: Python<'_>, format: &str) -> PyResult<Option<&'stati
     form.map(|form| Some(form.name)).ok_or_else(|| {
         let names: Vec<_> = forms().map(|form| form.name).collect();
         let error = Error::new(Kind::Argument, "TG-BORDER-018", format!("format is '{format}'"));
-        to_python(py, &error.cure(format!("It is auto or one of {}", names.join(", "))))
+        to_python(py, &error.fix(format!("It is auto or one of {}", names.join(", "))))
     })
 }
 
@@ -417,7 +417,7 @@ pub(crate) fn report_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bou
     fields.set_item("traces", report.traces)?;
     let formats = PyDict::new(py);
     for (form, count) in &report.forms {
-        formats.set_item(form.name, (count, form.sign))?;
+        formats.set_item(form.name, (count, form.reason))?;
     }
     fields.set_item("formats", formats)?;
     fields.set_item("bad", report.bad)?;

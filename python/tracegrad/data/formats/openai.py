@@ -55,14 +55,14 @@ class ChunkJoiner:
         self._line: Line = 0
         self._raw = b""
 
-    def take(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[Gathered]:
+    def add(self, line: Line, raw: bytes, chunk: Mapping[str, Any]) -> Iterator[Gathered]:
         """Add a chunk, and yield the previous call if this chunk starts another one.
 
         Raises:
             FormatError: if a call has more than `MOST_CHUNKS` chunks.
         """
         if self._chunks and chunk.get("id") != self._chunks[0].get("id"):
-            yield from self.rest()
+            yield from self.flush()
         if not self._chunks:
             self._line, self._raw = line, raw
         if len(self._chunks) >= MOST_CHUNKS:
@@ -73,7 +73,7 @@ class ChunkJoiner:
             )
         self._chunks.append(chunk)
 
-    def rest(self) -> Iterator[Gathered]:
+    def flush(self) -> Iterator[Gathered]:
         """Yield the current call, if there is one."""
         if self._chunks:
             chunks, self._chunks = self._chunks, []

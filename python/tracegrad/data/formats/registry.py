@@ -38,17 +38,17 @@ class Adapter(NamedTuple):
         keys: every record that the adapter recognizes, and that the core could read too, contains one of these. A
             record without them is left to the core and not parsed in Python.
         weak: whether it recognizes records by common keys. It is then tried only for records that the core cannot read.
-        beside: whether a weak adapter is also tried for messages that the core reads but that do not end with a sampled
-            turn. Their answer may be stored next to them.
-        talks: name used instead of `name` if the result is messages and not a call.
+        finds_separate_answer: whether a weak adapter is also tried for messages that the core reads but that do not end
+            with a sampled turn. Their answer may be stored next to them.
+        messages_name: name used instead of `name` if the result is messages and not a call.
     """
 
     name: str
     adapt: Callable[[Any], list[dict[str, Any]] | None]
     keys: tuple[str, ...] = ()
     weak: bool = False
-    beside: bool = False
-    talks: str = ""
+    finds_separate_answer: bool = False
+    messages_name: str = ""
 
 
 class Conversion(NamedTuple):
@@ -92,12 +92,12 @@ ADAPTERS = (
     Adapter("chunk_list", openai.of_list),
     Adapter("choices", openai_calls.of_call),
     Adapter("spans_of_several", generic.of_several),
-    Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, beside=True),
-    Adapter("logged_call", openai.of_call, weak=True, beside=True),
-    Adapter("prompt_response", prompt_response.of_answered, weak=True, beside=True),
-    Adapter("prompt_samples", prompt_response.of_samples, weak=True, beside=True),
+    Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, finds_separate_answer=True),
+    Adapter("logged_call", openai.of_call, weak=True, finds_separate_answer=True),
+    Adapter("prompt_response", prompt_response.of_answered, weak=True, finds_separate_answer=True),
+    Adapter("prompt_samples", prompt_response.of_samples, weak=True, finds_separate_answer=True),
     Adapter(record_fields.FAILED, openai_calls.of_nothing, weak=True),
-    Adapter("nested_call", generic.of_record, weak=True, beside=True, talks="renamed_messages"),
+    Adapter("nested_call", generic.of_record, weak=True, finds_separate_answer=True, messages_name="renamed_messages"),
     Adapter("span", generic.of_span, weak=True),
     Adapter(EXPORT_ADAPTER, _of_export, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_prompt, weak=True),
@@ -139,14 +139,14 @@ def convert_first_match(record: Any) -> Conversion | None:
                 standing = _standing(record)
             if standing == STANDS:
                 break
-            if standing in (OPEN, ALONE) and not each.beside:
+            if standing in (OPEN, ALONE) and not each.finds_separate_answer:
                 continue
             with record_fields.refuse_on_error(each.name):
                 made = each.adapt(record)
             if made is not None:
-                of_talk = each.talks and made and "messages" in made[0]
+                of_talk = each.messages_name and made and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
-                return Conversion(each.talks if of_talk else each.name, parts)
+                return Conversion(each.messages_name if of_talk else each.name, parts)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
         return None if made is None else Conversion("choices", made)
 

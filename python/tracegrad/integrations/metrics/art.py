@@ -47,7 +47,7 @@ def as_art(
         ArgumentError: if the arrays do not match the rows.
 
     >>> rows = Rows.of([0, 0], positions=4)
-    >>> found = as_art(np.log([0.5, 0.5]), [np.log(0.25), np.nan], rows, advantages=[1.0, 1.0], ppo=True).named()
+    >>> found = as_art(np.log([0.5, 0.5]), [np.log(0.25), np.nan], rows, advantages=[1.0, 1.0], ppo=True).values()
     >>> round(found["frac_old_logprobs_valid"], 3), round(found["mean_importance_ratio"], 3)
     (0.25, 1.5)
     """
@@ -74,9 +74,9 @@ def as_art(
     x, y = np.exp(old[known]), np.exp(new[known])
     products = {"x": x.sum(), "y": y.sum(), "xx": x @ x, "yy": y @ y, "xy": x @ y}
     sums = moments("ratio", used_ratio) | Sums.of(products, counts)
-    found = MetricSums(sums.at("art/"), (MetricSet(DIAGNOSTICS, "art/"),))
+    found = MetricSums(sums.with_prefix("art/"), (MetricSet(DIAGNOSTICS, "art/"),))
     if ref is not None:
-        sums = moments("gap", new - np.asarray(ref, np.float64)).at("ref/")
+        sums = moments("gap", new - np.asarray(ref, np.float64)).with_prefix("ref/")
         found = found | MetricSums(sums, (MetricSet(REFERENCE, "ref/"),))
     return found
 

@@ -56,7 +56,7 @@ def as_skyrl(
     Raises:
         ArgumentError: if the log-ratios are not finite, or do not match the rows.
 
-    >>> found = as_skyrl(np.log([0.5, 0.5]), np.log([0.5, 0.1]), Rows.of([0, 0]), tis_ratio_type="token").named()
+    >>> found = as_skyrl(np.log([0.5, 0.5]), np.log([0.5, 0.1]), Rows.of([0, 0]), tis_ratio_type="token").values()
     >>> round(found["is_ratio_mean"], 6), found["tis_token_clip_high_ratio"]
     (3.0, 0.5)
     """
@@ -68,7 +68,9 @@ def as_skyrl(
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}
-    result = MetricSums((moments("ratio", ratio) | Sums.of(counts=counts)).at("is/"), (MetricSet(RATIO, "is/"),))
+    result = MetricSums(
+        (moments("ratio", ratio) | Sums.of(counts=counts)).with_prefix("is/"), (MetricSet(RATIO, "is/"),)
+    )
     if outlier is not None:
         high, low = _outside(ratio, outlier)
         masked = rows.any(high | low)
@@ -117,7 +119,7 @@ def as_skyrl_policy(
     """
     gap = np.abs(np.asarray(logprobs, np.float64) - np.asarray(rollout, np.float64))
     table = MINIBATCH if minibatch else POLICY
-    sums = (moments("gap", gap) | Sums.of(counts={"positions": rows.positions})).at("diff/")
+    sums = (moments("gap", gap) | Sums.of(counts={"positions": rows.positions})).with_prefix("diff/")
     result = MetricSums(sums, (MetricSet(table, "diff/"),))
     if clipped is not None:
         result = result | _share("clip_ratio", np.asarray(clipped, bool))
@@ -125,7 +127,7 @@ def as_skyrl_policy(
         low, high = cispo_clip or (None, None)
         table = IMPORTANCE if cispo_clip is None else CISPO
         result = result | MetricSums(
-            moments("ratio", ratio, low=low, high=high).at("loss/"), (MetricSet(table, "loss/"),)
+            moments("ratio", ratio, low=low, high=high).with_prefix("loss/"), (MetricSet(table, "loss/"),)
         )
     return result
 
@@ -147,13 +149,13 @@ def _remaining(rows: Rows, keep: NDArray[np.bool_], log: NDArray, ratio: NDArray
 def _share(name: str, flags: NDArray[np.bool_]) -> MetricSums:
     """Return the share of tokens, or of rows, that are flagged. SkyRL divides by 1 if there are none."""
     counts = {"hit": np.count_nonzero(flags), "of": len(flags)}
-    return MetricSums(Sums.of(counts=counts).at(f"{name}/"), (MetricSet((_SHARE[name],), f"{name}/"),))
+    return MetricSums(Sums.of(counts=counts).with_prefix(f"{name}/"), (MetricSet((_SHARE[name],), f"{name}/"),))
 
 
 def _hits(name: str, count: int, masked: NDArray, high: NDArray, low: NDArray) -> MetricSums:
     flags = {"masked": masked, "over_high": high, "under_low": low}
     counts = {word: np.count_nonzero(values) for word, values in flags.items()} | {"rows": count}
-    return MetricSums(Sums.of(counts=counts).at(f"{name}/"), (MetricSet(_HITS[name], f"{name}/"),))
+    return MetricSums(Sums.of(counts=counts).with_prefix(f"{name}/"), (MetricSet(_HITS[name], f"{name}/"),))
 
 
 def _over(name: str, bottom: str) -> Callable[[Sums], float]:

@@ -30,13 +30,13 @@ def as_trl_sampling(old: ArrayLike, sampling: ArrayLike, weight: ArrayLike) -> M
         weight: TRL's importance ratio after clipping, [M] at token level, one per row at sequence level. An empty row
             has the ratio 1, and so has a token without a logprob.
 
-    >>> found = as_trl_sampling([-1.0, -2.0], [-1.5, float("nan")], [1.6, 1.0]).named()
+    >>> found = as_trl_sampling([-1.0, -2.0], [-1.5, float("nan")], [1.6, 1.0]).values()
     >>> found["sampling/sampling_logp_difference/mean"], found["sampling/importance_sampling_ratio/max"]
     (0.5, 1.6)
     """
     gap = np.abs(np.asarray(old, np.float64) - np.asarray(sampling, np.float64))
     sums = moments("gap", gap[~np.isnan(gap)]) | moments("ratio", weight)
-    return MetricSums(sums.at("sampling/"), (MetricSet(SAMPLING, "sampling/"),))
+    return MetricSums(sums.with_prefix("sampling/"), (MetricSet(SAMPLING, "sampling/"),))
 
 
 def as_trl_loss(
@@ -75,7 +75,7 @@ def as_trl_loss(
         ArgumentError: for a loss_type that TRL does not have, or arrays that say one thing twice or by half.
 
     >>> rows = Rows.of([0, 0, 1])
-    >>> found = as_trl_loss(rows, ratio=[1.3, 0.9, 1.0], advantages=[1.0, 1.0, -1.0]).named()
+    >>> found = as_trl_loss(rows, ratio=[1.3, 0.9, 1.0], advantages=[1.0, 1.0, -1.0]).values()
     >>> round(found["clip_ratio/high_mean"], 6), found["clip_ratio/high_max"], found["clip_ratio/low_min"]
     (0.333333, 0.5, 0.0)
     """
@@ -108,7 +108,7 @@ def as_trl_loss(
         sums = sums | moments("phi", phi)
         tables.append(VESPO)
     sums = sums | Sums.of(totals, {"n": rows.groups.terms})
-    return MetricSums(sums.at("loss/"), tuple(MetricSet(table, "loss/") for table in tables))
+    return MetricSums(sums.with_prefix("loss/"), tuple(MetricSet(table, "loss/") for table in tables))
 
 
 def as_trl_rewards(
@@ -135,7 +135,7 @@ def as_trl_rewards(
     Raises:
         ArgumentError: for an option that TRL does not have, or if the number of names does not match.
 
-    >>> named = as_trl_rewards([[1.0], [1.0], [0.0], [1.0]], [0, 0, 1, 1], names=["exact"]).named()
+    >>> named = as_trl_rewards([[1.0], [1.0], [0.0], [1.0]], [0, 0, 1, 1], names=["exact"]).values()
     >>> named["rewards/exact/mean"], named["reward_std"], named["frac_reward_zero_std"]
     (0.75, 0.5, 0.5)
     """
@@ -152,15 +152,17 @@ def as_trl_rewards(
     reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(table * weight, 1))
     result = MetricSums(Sums.of(), ())
     for name, column in zip(names, table.T, strict=True):
-        sums = moments("reward", column[~np.isnan(column)]).at(f"rewards/{name}/")
+        sums = moments("reward", column[~np.isnan(column)]).with_prefix(f"rewards/{name}/")
         result = result | MetricSums(sums, (MetricSet(NAMED_REWARD, f"rewards/{name}/", {"name": name}),))
     counts = {"rows": len(reward), "flat": np.count_nonzero(zero_std_mask(reward, np.asarray(group)))}
     sums = moments("reward", reward[~np.isnan(reward)]) | Sums.of(counts=counts)
     rows = REWARD_BY_BATCH if scale_rewards == "batch" else REWARD
     if aggregation == "normalize_then_sum":
-        totals = normalize_then_sum(table, group, weights=weight, scale="std", ddof=1, eps=1e-4, singleton="zero")
+        totals = normalize_then_sum(
+            table, group, weights=weight, scale="std", ddof=1, eps=1e-4, single_sample_group="zero"
+        )
         sums, rows = sums | moments("summed", totals[~np.isnan(totals)]), REWARD_OF_GDPO
-    return result | MetricSums(sums.at("reward/"), (MetricSet(rows, "reward/"),))
+    return result | MetricSums(sums.with_prefix("reward/"), (MetricSet(rows, "reward/"),))
 
 
 def _outside(

@@ -233,19 +233,19 @@ def as_verl(
         ArgumentError: if the arrays do not match the rows, or verl does not have an option.
 
     >>> rows = Rows.of([0, 0, 1])
-    >>> found = as_verl(np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.1, 0.2]), rows, rollout_is="token").named()
+    >>> found = as_verl(np.log([0.5, 0.5, 0.2]), np.log([0.5, 0.1, 0.2]), rows, rollout_is="token").values()
     >>> round(found["rollout_corr/rollout_is_mean"], 6), round(found["rollout_corr/rollout_is_ratio_fraction_high"], 6)
     (1.333333, 0.333333)
     """
     old_, rollout_ = (_terms(name, values, rows) for name, values in (("old", old), ("rollout", rollout)))
     log = old_ - rollout_
-    result = MetricSums(_off_policy(old_, rollout_, rows).at("off/"), (MetricSet(OFF_POLICY, "off/"),))
+    result = MetricSums(_off_policy(old_, rollout_, rows).with_prefix("off/"), (MetricSet(OFF_POLICY, "off/"),))
     if rollout_is is not None:
         if rollout_is not in ("token", "sequence"):
             raise ArgumentError(
                 f"TG-INTEG-011: rollout_is is {rollout_is!r}. verl has 'token' and 'sequence'. Pass one of them."
             )
-        sums = _importance(log, rows, rollout_is == "sequence", rollout_is_bounds).at("is/")
+        sums = _importance(log, rows, rollout_is == "sequence", rollout_is_bounds).with_prefix("is/")
         result = result | MetricSums(sums, (MetricSet(IMPORTANCE[rollout_is], "is/"),))
         if rollout_is_bounds[0] is not None:
             result = result | MetricSums(Sums.of(), (MetricSet(ICEPOP, "is/"),))
@@ -277,7 +277,7 @@ def as_verl_actor(
             in cispo, the ratio is outside of the bounds; in dppo_*, the mask dropped the token.
         clipped_lower: [M] bool: in vanilla, the dual clip's ceiling is smaller; in geo_mean, tokens clipped with A < 0.
 
-    >>> as_verl_actor(np.log([0.5]), np.log([0.25]), Rows.of([0]), clipped=[True], clipped_lower=[False]).named()
+    >>> as_verl_actor(np.log([0.5]), np.log([0.25]), Rows.of([0]), clipped=[True], clipped_lower=[False]).values()
     {'actor/ppo_kl': -0.6931471805599453, 'actor/pg_clipfrac': 1.0, 'actor/pg_clipfrac_lower': 0.0}
     """
     log = _terms("theta", theta, rows) - _terms("old", old, rows)
@@ -286,7 +286,7 @@ def as_verl_actor(
     present = {name: np.asarray(values, bool) for name, values in flags.items() if values is not None}
     counts = {"n": len(log)} | {name: np.count_nonzero(values) for name, values in present.items()}
     reading = tuple(row for row in ACTOR if row.name == "actor/ppo_kl" or _FLAG[row.name] in present)
-    return MetricSums(Sums.of({"kl": kl.sum()}, counts).at("actor/"), (MetricSet(reading, "actor/"),))
+    return MetricSums(Sums.of({"kl": kl.sum()}, counts).with_prefix("actor/"), (MetricSet(reading, "actor/"),))
 
 
 _UNBOUNDED = {"gspo", "clip_cov", "geo_mean", "dro", "reinforce"}
@@ -343,9 +343,11 @@ def _rejection(log: NDArray, rows: Rows, options: Mapping[str, Bounds]) -> Metri
         sums = sums | moments("away", np.abs(by_row[rows.filled]))
         sums = sums | Sums.of(counts={"hit": np.count_nonzero(rows.any(~kept))})
         table = REJECTION["token" if level == "token" else "sequence", stat == "k1"]
-        result = result | MetricSums(sums.at(f"{option}/"), (MetricSet(table, f"{option}/", {"option": option}),))
+        result = result | MetricSums(
+            sums.with_prefix(f"{option}/"), (MetricSet(table, f"{option}/", {"option": option}),)
+        )
     counts = {"kept": np.count_nonzero(keep), "n": len(keep), "hit": np.count_nonzero(rows.any(~keep))}
-    sums = Sums.of(counts=counts | {"rows": rows.count}).at("rs/")
+    sums = Sums.of(counts=counts | {"rows": rows.count}).with_prefix("rs/")
     return result | MetricSums(sums, (MetricSet(REJECTION_ALL, "rs/"),))
 
 

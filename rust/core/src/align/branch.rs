@@ -1,7 +1,7 @@
 //! One branch: the token sequence that a forward pass sees, built generation by generation.
 //!
 //! A branch records the messages it covers and the rendered prompt of its last generation. The next generation uses
-//! both to decide whether it extends the branch. Values that consecutive tokens share are stored once per stretch;
+//! both to decide whether it extends the branch. Values that consecutive tokens share are stored once per span;
 //! `output` turns them into columns. `trace` and its neighbouring files make the decisions.
 
 use super::prompt::Text;
@@ -14,10 +14,10 @@ use std::sync::Arc;
 #[allow(clippy::struct_excessive_bools, reason = "independent facts about its end")]
 pub struct Branch<'a> {
     pub ids: Vec<u32>,
-    /// One entry per token: GIVEN, TEMPLATE or SAMPLED.
+    /// One entry per token: PROMPT, TEMPLATE or SAMPLED.
     pub source: Vec<u8>,
-    /// Stretches of sampled tokens, in order and disjoint.
-    pub drawn: Vec<Drawn<'a>>,
+    /// Spans of sampled tokens, in order and disjoint.
+    pub sampled_spans: Vec<SampledSpan<'a>>,
     /// Rows of per-token extras (such as routed experts) that belong to tokens of this branch.
     pub extras: Vec<Rows>,
     /// Messages that the branch covers: indices into the trace's pool.
@@ -28,22 +28,22 @@ pub struct Branch<'a> {
     pub body: usize,
     /// True if the last generation ended in a special token that it sampled.
     pub stopped: bool,
-    /// True if the last generation was cut off by a length limit, a filter or an abort.
-    pub cut: bool,
+    /// True if the last generation was truncated by a length limit, a filter or an abort.
+    pub truncated: bool,
     /// True if the last generation is text after which the template writes no stop token. The marker of the next role
     /// may then act as one.
     pub unmarked: bool,
     /// True if tokens of the last generation continue past the stop string, so that the text after the turn does not
     /// contain them.
-    pub overrun: bool,
+    pub exceeds_stop: bool,
     /// True if the id of a token is unknown. Nothing can follow such a token.
     pub ended: bool,
     /// True if the tokens before the branch are not recorded. No token of such a branch is trained.
-    pub headless: bool,
+    pub prefix_unknown: bool,
     /// True if the branch contains an image, audio or video. No token after it is trained.
-    pub behind_media: bool,
+    pub follows_media: bool,
     /// Number of leading tokens that were already searched for media placeholders.
-    pub looked: usize,
+    pub searched_for_media: usize,
 }
 
 /// Values that all tokens of a generation share.
@@ -58,21 +58,21 @@ pub struct Sampling {
 
 /// Values that consecutive sampled tokens share, and their logprobs.
 #[derive(Debug, Clone)]
-pub struct Stretch<'a> {
+pub struct SampledAttributes<'a> {
     pub sampling: Sampling,
     pub tier: u8,
     /// True if these tokens are trained.
     pub trained: bool,
-    /// One logprob per token; `None` if no logprob is known.
+    /// One logprob per token; `None` if all are unknown.
     pub logprobs: Option<Cow<'a, [f32]>>,
 }
 
-/// A stretch with its position: tokens `start..end` of the branch.
+/// Sampled attributes with their position: tokens `start..end` of the branch.
 #[derive(Debug, Clone)]
-pub struct Drawn<'a> {
+pub struct SampledSpan<'a> {
     pub start: usize,
     pub end: usize,
-    pub stretch: Stretch<'a>,
+    pub attributes: SampledAttributes<'a>,
 }
 
 /// Maps rows `row..row + count` of extra `extra` of generation `turn` to the tokens from `start` on.
@@ -102,14 +102,14 @@ impl<'a> Branch<'a> {
 
     /// Appends the stop token of the last sampled text as one more token of its generation.
     pub fn stop(&mut self, id: u32) {
-        let Some(last) = self.drawn.last().filter(|last| last.end == self.ids.len()) else { return };
-        let stretch = Stretch { logprobs: None, ..last.stretch };
-        self.sample(&[id], stretch);
+        let Some(last) = self.sampled_spans.last().filter(|last| last.end == self.ids.len()) else { return };
+        let attributes = SampledAttributes { logprobs: None, ..last.attributes };
+        self.push_sampled(&[id], attributes);
         (self.stopped, self.unmarked) = (true, false);
     }
 
     /// Appends text that was not sampled.
-    pub fn give(&mut self, text: Text) {
+    pub fn push_unsampled(&mut self, text: Text) {
         if self.ids.is_empty() {
             (self.ids, self.source) = (text.ids, text.sources);
         } else {
@@ -119,45 +119,49 @@ impl<'a> Branch<'a> {
     }
 
     /// Appends sampled tokens.
-    pub fn sample(&mut self, ids: &[u32], stretch: Stretch<'a>) {
+    pub fn push_sampled(&mut self, ids: &[u32], attributes: SampledAttributes<'a>) {
         let start = self.len();
         self.ids.extend_from_slice(ids);
         self.source.resize(self.ids.len(), types::SAMPLED);
-        self.mark(start, self.ids.len(), stretch);
+        self.mark(start, self.ids.len(), attributes);
     }
 
     /// Marks tokens `start..end` as sampled and stores their shared values. The range must follow every range that was
     /// marked before.
-    pub fn mark(&mut self, start: usize, end: usize, stretch: Stretch<'a>) {
+    pub fn mark(&mut self, start: usize, end: usize, attributes: SampledAttributes<'a>) {
         if start < end {
             self.source[start..end].fill(types::SAMPLED);
-            let trained = stretch.trained && self.may_train();
-            self.drawn.push(Drawn { start, end, stretch: Stretch { trained, ..stretch } });
+            let trained = attributes.trained && self.may_train();
+            self.sampled_spans.push(SampledSpan {
+                start,
+                end,
+                attributes: SampledAttributes { trained, ..attributes },
+            });
         }
     }
 
-    /// Returns true if the recorded ids are the full context of what is sampled next: nothing is missing before them
+    /// Returns true if the recorded ids are the full context of the next sampled token: nothing is missing before them
     /// and they contain no media.
     pub fn may_train(&self) -> bool {
-        !self.headless && !self.behind_media
+        !self.prefix_unknown && !self.follows_media
     }
 
     /// Returns the generation that sampled token `at`, or `None` if it was not sampled.
     pub fn turn_at(&self, at: usize) -> Option<i32> {
-        let drawn = self.drawn.get(self.drawn.partition_point(|drawn| drawn.end <= at))?;
-        (drawn.start <= at).then_some(drawn.stretch.sampling.turn)
+        let span = self.sampled_spans.get(self.sampled_spans.partition_point(|span| span.end <= at))?;
+        (span.start <= at).then_some(span.attributes.sampling.turn)
     }
 
     /// Returns the generation of the last sampled token.
     pub fn last_turn(&self) -> Option<i32> {
-        self.drawn.last().map(|drawn| drawn.stretch.sampling.turn)
+        self.sampled_spans.last().map(|span| span.attributes.sampling.turn)
     }
 
     /// Creates a branch over `prompt`. Tokens that it shares with `other` and that were sampled there stay marked as
     /// sampled. They are trained in `other` only.
     pub fn fork(prompt: Text, other: Option<&Branch<'a>>) -> Self {
         let mut branch = Self::default();
-        branch.give(prompt);
+        branch.push_unsampled(prompt);
         let Some(other) = other else { return branch };
         let shared = common_prefix(&branch.ids, &other.ids);
         branch.share(other, shared);
@@ -165,19 +169,23 @@ impl<'a> Branch<'a> {
     }
 
     /// Creates a branch over the first `length` tokens of `other`. Its sampled tokens are trained in `other` only.
-    pub fn stem(other: &Branch<'a>, length: usize) -> Self {
+    pub fn fork_at(other: &Branch<'a>, length: usize) -> Self {
         let ids = other.ids[..length].to_vec();
-        let source = vec![types::GIVEN; length];
-        let mut branch = Self { ids, source, headless: other.headless, ..Self::default() };
+        let source = vec![types::PROMPT; length];
+        let mut branch = Self { ids, source, prefix_unknown: other.prefix_unknown, ..Self::default() };
         branch.share(other, length);
         branch
     }
 
     fn share(&mut self, other: &Branch<'a>, shared: usize) {
         self.source[..shared].copy_from_slice(&other.source[..shared]);
-        for drawn in other.drawn.iter().take_while(|drawn| drawn.start < shared) {
-            let untrained = Stretch { trained: false, logprobs: None, ..drawn.stretch };
-            self.drawn.push(Drawn { start: drawn.start, end: drawn.end.min(shared), stretch: untrained });
+        for span in other.sampled_spans.iter().take_while(|span| span.start < shared) {
+            let untrained = SampledAttributes { trained: false, logprobs: None, ..span.attributes };
+            self.sampled_spans.push(SampledSpan {
+                start: span.start,
+                end: span.end.min(shared),
+                attributes: untrained,
+            });
         }
         self.extras = other.extras.iter().filter_map(|rows| rows.until(shared)).collect();
     }

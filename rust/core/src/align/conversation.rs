@@ -8,7 +8,7 @@ use super::prompt::{JOINED, Scaffold};
 use super::splice::{Ending, splice};
 use crate::error::{Error, Kind, Result};
 use crate::findings::{Finding, Reason};
-use crate::media::part_of;
+use crate::media::media_part_type;
 use crate::template::Rendered;
 use crate::tokenizer::Tokenizer;
 use serde_json::{Map, Value};
@@ -101,7 +101,7 @@ impl Conversation {
                 format!("id {} is not in the model's vocabulary of {size}", ids[at]),
             )
             .why("The model could not read the next prompt")
-            .cure("Pass the ids that the server sampled with this tokenizer")
+            .fix("Pass the ids that the server sampled with this tokenizer")
             .in_turn(self.turns);
             error.location.token = Some(at);
             return Err(error);
@@ -114,7 +114,7 @@ impl Conversation {
                 "the message of what was sampled is not an assistant's",
             )
             .why("The template would show it elsewhere")
-            .cure(r#"Pass {"role": "assistant", ...}"#)
+            .fix(r#"Pass {"role": "assistant", ...}"#)
             .in_turn(self.turns));
         }
         self.prompt_ids()?;
@@ -203,7 +203,7 @@ impl Conversation {
         }))
     }
 
-    /// Builds the finding that says why the prompt of the next turn is tokenized again.
+    /// Builds the finding that explains why the prompt of the next turn is tokenized again.
     fn fork(&self, reason: Reason, detail: &str) -> Finding {
         Finding { reason, turn: self.turns as i32, token: -1, count: 0, detail: detail.to_owned() }
     }
@@ -214,20 +214,20 @@ fn checked(index: usize, message: &Value) -> Result<()> {
     if !message.is_object() {
         return Err(Error::new(Kind::Argument, "TG-ALIGN-503", format!("message {index} is no object"))
             .why("Templates read its role and content")
-            .cure(r#"Pass {"role": ..., "content": ...}"#));
+            .fix(r#"Pass {"role": ..., "content": ...}"#));
     }
     if message.get("role").and_then(Value::as_str).is_none() {
         return Err(Error::new(Kind::Argument, "TG-ALIGN-504", format!("message {index} has no role"))
             .why("Who said it is not known")
-            .cure(r#"Pass {"role": ..., "content": ...}"#));
+            .fix(r#"Pass {"role": ..., "content": ...}"#));
     }
-    match part_of(message) {
+    match media_part_type(message) {
         None => Ok(()),
         Some(kind) => {
             let kind: String = kind.chars().take(40).collect();
             Err(Error::new(Kind::Argument, "TG-ALIGN-505", format!("message {index} holds a part of kind {kind:?}"))
                 .why("Ids do not say what it shows")
-                .cure("Pass text alone"))
+                .fix("Pass text alone"))
         }
     }
 }

@@ -9,21 +9,21 @@ const EDITS: usize = 1024;
 
 /// A run of `length` equal bytes, at `left` in the first text and `right` in the second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Same {
+pub struct EqualRun {
     pub left: usize,
     pub right: usize,
     pub length: usize,
 }
 
-/// Returns the equal runs of `left` and `right`, in order. Takes time linear in their lengths if they are similar.
-pub fn same(left: &[u8], right: &[u8]) -> Vec<Same> {
+/// Returns the equal runs of `left` and `right`, in order. The time is linear in their lengths if they are similar.
+pub fn equal_runs(left: &[u8], right: &[u8]) -> Vec<EqualRun> {
     let shorter = left.len().min(right.len());
     let prefix = left.iter().zip(right).take_while(|(a, b)| a == b).count();
     let suffix = left.iter().rev().zip(right.iter().rev()).take_while(|(a, b)| a == b).count().min(shorter - prefix);
     let mut runs = Vec::new();
     let mut add = |left, right, length| {
         if length > 0 {
-            runs.push(Same { left, right, length });
+            runs.push(EqualRun { left, right, length });
         }
     };
     add(0, 0, prefix);
@@ -36,7 +36,7 @@ pub fn same(left: &[u8], right: &[u8]) -> Vec<Same> {
 
 /// Runs the greedy forward algorithm of Myers (1986) with at most `EDITS` edits. Returns no runs if that is not
 /// enough.
-fn myers(left: &[u8], right: &[u8]) -> Vec<Same> {
+fn myers(left: &[u8], right: &[u8]) -> Vec<EqualRun> {
     let (n, m) = (left.len(), right.len());
     if n == 0 || m == 0 {
         return Vec::new();
@@ -65,7 +65,7 @@ fn myers(left: &[u8], right: &[u8]) -> Vec<Same> {
 }
 
 /// Returns the diagonal runs of the path that ends at `end`.
-fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<Same> {
+fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<EqualRun> {
     let (mut x, mut y) = (end.0 as i64, end.1 as i64);
     let mut runs = Vec::new();
     for depth in (0..history.len() as i64).rev() {
@@ -83,7 +83,7 @@ fn walk_back(history: &[Vec<usize>], end: (usize, usize)) -> Vec<Same> {
         let start_x = if depth > 0 && x - y > from_x - from_y { from_x + step } else { from_x };
         let length = x - start_x;
         if length > 0 {
-            runs.push(Same { left: start_x as usize, right: (start_x - k) as usize, length: length as usize });
+            runs.push(EqualRun { left: start_x as usize, right: (start_x - k) as usize, length: length as usize });
         }
         (x, y) = (from_x, from_y);
     }
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn an_inserted_space_separates_two_equal_runs() {
-        let runs = same(b"{\"a\":1}", b"{\"a\": 1}");
-        assert_eq!(runs, [Same { left: 0, right: 0, length: 5 }, Same { left: 5, right: 6, length: 2 }]);
+        let runs = equal_runs(b"{\"a\":1}", b"{\"a\": 1}");
+        assert_eq!(runs, [EqualRun { left: 0, right: 0, length: 5 }, EqualRun { left: 5, right: 6, length: 2 }]);
     }
 
     proptest! {
@@ -107,7 +107,7 @@ mod tests {
         fn stretches_are_equal_in_order_and_disjoint(left in "[ab]{0,24}", right in "[ab]{0,24}") {
             let (left, right) = (left.as_bytes(), right.as_bytes());
             let (mut x, mut y, mut total) = (0, 0, 0);
-            for run in same(left, right) {
+            for run in equal_runs(left, right) {
                 prop_assert!(run.left >= x && run.right >= y);
                 prop_assert_eq!(&left[run.left..run.left + run.length], &right[run.right..run.right + run.length]);
                 (x, y, total) = (run.left + run.length, run.right + run.length, total + run.length);

@@ -1,6 +1,6 @@
 //! Per-token integers other than ids (routed experts, sampling masks), as columns next to the ids.
 //!
-//! A branch records which rows of which generation belong to which of its tokens. The numbers themselves are copied
+//! A branch records which rows of which generation belong to which of its tokens. The numbers are copied
 //! once, into the column of the complete set.
 
 use super::branch::{Branch, Rows};
@@ -15,7 +15,7 @@ pub const NO_VALUE: i32 = -1;
 /// A token keeps the first row it gets, which is the row of the call that sampled it.
 pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
     for (extra, recorded) in generation.extras.iter().enumerate() {
-        // Rows over the whole prompt are counted in recorded ids. Prompt edits may have changed how many of these are
+        // Rows over the complete prompt are counted in recorded ids. Prompt edits may have changed how many of these are
         // in the branch.
         let prompt = generation.prompt.ids().map_or(branch.body, <[u32]>::len);
         let first = match recorded.first {

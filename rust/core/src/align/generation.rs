@@ -2,12 +2,12 @@
 //! the generation ended.
 //!
 //! Servers remove the stop string from the text but keep its tokens in the lists. The text is then shorter than the
-//! decoded tokens and may end inside a token. Tokens after a stop string or a stop token, such as those of a second
+//! decoded tokens and may end inside a token. Tokens after a stop string or a stop token, such as the tokens of a second
 //! message, are left out. A token with an unknown id ends the branch. Both are counted.
 
-use super::branch::{Branch, Sampling, Stretch};
-use super::resolve::{Resolved, Run, is_special, spell, spell_all};
-use super::trace::Loom;
+use super::branch::{Branch, SampledAttributes, Sampling};
+use super::resolve::{Resolution, Run, decode_all, decode_text, is_special};
+use super::trace::TraceAligner;
 use super::{prompt_diff, tool_calls, types};
 use crate::error::Result;
 use crate::findings::Reason;
@@ -17,71 +17,77 @@ use memchr::memmem;
 use serde_json::Value;
 use std::borrow::Cow;
 
-impl<'a> Loom<'a, '_> {
+impl<'a> TraceAligner<'a, '_> {
     pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| value_in(message, "content")).and_then(Value::as_str);
-        let mut resolved = self.resolve(generation, content);
-        for finding in &mut resolved.findings {
+        let mut resolution = self.resolve(generation, content);
+        for finding in &mut resolution.findings {
             finding.turn = turn as i32;
         }
-        self.woven.findings.append(&mut resolved.findings);
-        self.woven.recorded += generation.tokens.len() as u64;
+        self.aligned.findings.append(&mut resolution.findings);
+        self.aligned.recorded += generation.tokens.len() as u64;
         let sampling = self.sampling(turn, generation);
-        let branch = &mut self.woven.branches[at];
-        branch.cut = is_cut(generation);
-        (branch.overrun, branch.unmarked) = (false, false);
-        if resolved.ids.is_empty() || resolved.foreign {
-            return self.add_text(turn, generation, at, resolved.foreign, sampling);
+        let branch = &mut self.aligned.branches[at];
+        branch.truncated = is_cut(generation);
+        (branch.exceeds_stop, branch.unmarked) = (false, false);
+        if resolution.ids.is_empty() || resolution.foreign {
+            return self.add_text(turn, generation, at, resolution.foreign, sampling);
         }
-        self.check_sum(turn, generation, &resolved);
-        self.check_calls(turn, generation, message, &resolved);
-        let overrun = overrun(generation, message, &resolved, self.tokenizer);
-        let end = self.note_overrun(turn, &resolved, overrun);
-        self.woven.branches[at].overrun = overrun.is_some();
-        self.add_tokens(turn, generation, (&resolved, end), at, sampling)?;
+        self.check_sum(turn, generation, &resolution);
+        self.check_calls(turn, generation, message, &resolution);
+        let overrun = overrun(generation, message, &resolution, self.tokenizer);
+        let end = self.note_overrun(turn, &resolution, overrun);
+        self.aligned.branches[at].exceeds_stop = overrun.is_some();
+        self.add_tokens(turn, generation, (&resolution, end), at, sampling)?;
         let reports_stop = matches!(generation.finish_reason.as_deref(), Some("stop" | "tool_calls"));
-        let branch = &self.woven.branches[at];
-        let by_text = matches!(generation.stop, Stop::Text(_)) || branch.overrun;
+        let branch = &self.aligned.branches[at];
+        let by_text = matches!(generation.stop, Stop::Text(_)) || branch.exceeds_stop;
         if reports_stop && !branch.stopped && !branch.ended && !by_text {
             let detail = "the record says the turn stopped but lists no stop token".to_owned();
-            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+            self.report(Reason::EosMissingInRecord, turn, -1, 1, detail);
         }
         Ok(())
     }
 
     /// Compares recorded ids with the tool calls of the message.
-    fn check_calls(&mut self, turn: usize, generation: &Generation, message: Option<&Value>, resolved: &Resolved<'_>) {
+    fn check_calls(
+        &mut self,
+        turn: usize,
+        generation: &Generation,
+        message: Option<&Value>,
+        resolution: &Resolution<'_>,
+    ) {
         let Some((ids, message)) = generation.tokens.ids.as_deref().zip(message) else { return };
-        if let Some(missing) = tool_calls::unsaid(message, ids, self.tokenizer) {
+        if let Some(missing) = tool_calls::missing_part(message, ids, self.tokenizer) {
             let detail = format!("the listed tokens spell {missing}");
-            self.find(Reason::StreamIncomplete, turn, -1, resolved.ids.len(), detail);
+            self.report(Reason::StreamIncomplete, turn, -1, resolution.ids.len(), detail);
         }
     }
 
     /// Compares the sum of the logprobs with the server's cumulative logprob. Recorders may round to six digits or to
     /// f16.
-    fn check_sum(&mut self, turn: usize, generation: &Generation, resolved: &Resolved<'_>) {
-        let Some((recorded, logprobs)) = generation.cumulative_logprob.zip(resolved.logprobs) else { return };
+    fn check_sum(&mut self, turn: usize, generation: &Generation, resolution: &Resolution<'_>) {
+        let Some((recorded, logprobs)) = generation.cumulative_logprob.zip(resolution.logprobs) else { return };
         let sum: f64 = logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
         if (sum - recorded).abs() > 1e-3 + 1e-4 * recorded.abs() {
             let count = logprobs.len();
             let detail = format!("the logprobs sum to {sum:.6}, the record's cumulative logprob is {recorded:.6}");
-            self.find(Reason::InvalidLogprob, turn, 0, count, detail);
+            self.report(Reason::InvalidLogprob, turn, 0, count, detail);
         }
     }
 
     /// Reports tokens past the end of the text. Returns one past the last token that belongs to the turn.
-    fn note_overrun(&mut self, turn: usize, resolved: &Resolved<'_>, overrun: Option<Overrun>) -> usize {
-        let count = resolved.ids.len();
+    fn note_overrun(&mut self, turn: usize, resolution: &Resolution<'_>, overrun: Option<Overrun>) -> usize {
+        let count = resolution.ids.len();
         let Some(Overrun { end, partial }) = overrun else { return count };
         if partial {
             let detail = "the recorded text ends inside this token; it is kept whole".to_owned();
-            self.find(Reason::StopStringTruncated, turn, end as i32 - 1, 1, detail);
+            self.report(Reason::StopStringTruncated, turn, end as i32 - 1, 1, detail);
         }
         if end < count {
             let detail = format!("{} tokens stand behind the end of the recorded text; they are left out", count - end);
-            self.find(Reason::StopStringTruncated, turn, end as i32, count - end, detail);
+            self.report(Reason::StopStringTruncated, turn, end as i32, count - end, detail);
         }
         end
     }
@@ -91,42 +97,47 @@ impl<'a> Loom<'a, '_> {
         &mut self,
         turn: usize,
         generation: &Generation,
-        (resolved, end): (&Resolved<'a>, usize),
+        (resolution, end): (&Resolution<'a>, usize),
         at: usize,
         sampling: Sampling,
     ) -> Result<()> {
-        let branch = &mut self.woven.branches[at];
+        let branch = &mut self.aligned.branches[at];
         let mut index = 0;
         while index < end {
-            if resolved.is_known(index) {
-                let run_end = alike_version(generation, index, resolved.alike(index, end));
-                let logprobs = resolved.logprobs.map(|logprobs| &logprobs[index..run_end]);
-                self.woven.exact += logprobs.filter(|_| branch.may_train()).map_or(0, count_known);
+            if resolution.is_known(index) {
+                let run_end = alike_version(generation, index, resolution.alike(index, end));
+                let logprobs = resolution.logprobs.map(|logprobs| &logprobs[index..run_end]);
+                self.aligned.exact += logprobs.filter(|_| branch.may_train()).map_or(0, count_known);
                 let sampling = Sampling { version: version_at(generation, index), ..sampling };
-                let tier = resolved.tier(index);
+                let tier = resolution.tier(index);
                 let logprobs = logprobs.map(Cow::Borrowed);
-                branch.sample(&resolved.ids[index..run_end], Stretch { sampling, tier, trained: true, logprobs });
+                branch.push_sampled(
+                    &resolution.ids[index..run_end],
+                    SampledAttributes { sampling, tier, trained: true, logprobs },
+                );
                 index = run_end;
                 continue;
             }
-            let run = resolved.run_at(index).filter(|_| self.options.lenient || self.options.assume_canonical);
+            let run =
+                resolution.run_at(index).filter(|_| self.options.allow_unknown_ids || self.options.assume_canonical);
             let Some(Run { end: run_end, bytes, entry, .. }) = run else { break };
             let canonical = if let Some(entry) = entry {
                 vec![*entry]
             } else {
                 let context = text_before(branch, self.tokenizer);
-                self.tokenizer.ids_behind(&context, &String::from_utf8_lossy(bytes))?
+                self.tokenizer.ids_after(&context, &String::from_utf8_lossy(bytes))?
             };
             if self.tokenizer.first_outside(&canonical).is_some() {
                 break;
             }
             let count_matches = self.options.assume_canonical && canonical.len() == run_end - index;
-            if !count_matches && !self.options.lenient {
+            if !count_matches && !self.options.allow_unknown_ids {
                 break;
             }
-            let logprobs = resolved.logprobs.filter(|_| count_matches).map(|all| Cow::Borrowed(&all[index..*run_end]));
-            let tier = if count_matches { types::ASSUMED } else { types::TEXT };
-            branch.sample(&canonical, Stretch { sampling, tier, trained: count_matches, logprobs });
+            let logprobs =
+                resolution.logprobs.filter(|_| count_matches).map(|all| Cow::Borrowed(&all[index..*run_end]));
+            let tier = if count_matches { types::ASSUMED_TEXT } else { types::TEXT };
+            branch.push_sampled(&canonical, SampledAttributes { sampling, tier, trained: count_matches, logprobs });
             index = *run_end;
         }
         let last = branch.ids.last().copied();
@@ -134,7 +145,7 @@ impl<'a> Loom<'a, '_> {
         if index < end {
             branch.ended = true;
             let detail = format!("the id of token {index} cannot be known; {} tokens are left out", end - index);
-            self.find(resolved.why_unknown(index), turn, index as i32, end - index, detail);
+            self.report(resolution.why_unknown(index), turn, index as i32, end - index, detail);
         }
         Ok(())
     }
@@ -150,32 +161,32 @@ impl<'a> Loom<'a, '_> {
         sampling: Sampling,
     ) -> Result<()> {
         let Some(body) = self.body(turn, generation, at)? else {
-            self.woven.branches[at].ended = true;
+            self.aligned.branches[at].ended = true;
             if !generation.tokens.is_empty() || generation.text.is_some() {
                 let detail = "the template does not show the body of this turn after its prompt".to_owned();
-                self.find(Reason::PrefixNotExtended, turn, -1, generation.tokens.len(), detail);
+                self.report(Reason::PrefixNotExtended, turn, -1, generation.tokens.len(), detail);
             }
             return Ok(());
         };
-        let context = text_before(&self.woven.branches[at], self.tokenizer);
-        let mut ids = self.tokenizer.ids_behind(&context, &body)?;
-        if spell_all(&ids, self.tokenizer) != body.as_bytes() {
+        let context = text_before(&self.aligned.branches[at], self.tokenizer);
+        let mut ids = self.tokenizer.ids_after(&context, &body)?;
+        if decode_all(&ids, self.tokenizer) != body.as_bytes() {
             let detail = "the tokenizer changes the text before it cuts it".to_owned();
-            self.find(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
+            self.report(Reason::NormalizerChanged, turn, -1, ids.len(), detail);
         }
         if let Some(first) = self.tokenizer.first_outside(&ids) {
-            self.woven.branches[at].ended = true;
+            self.aligned.branches[at].ended = true;
             let detail =
                 format!("id {} of the text is not in the model's vocabulary; the turn is left out", ids[first]);
-            self.find(Reason::VocabOutOfRange, turn, -1, generation.tokens.len(), detail);
+            self.report(Reason::VocabOutOfRange, turn, -1, generation.tokens.len(), detail);
             return Ok(());
         }
-        let closing = self.scaffold.closing.token.filter(|_| !self.woven.branches[at].cut);
+        let closing = self.scaffold.closing.token.filter(|_| !self.aligned.branches[at].truncated);
         let logprobs = generation.tokens.logprobs.as_deref().filter(|_| !foreign).unwrap_or_default();
         let count_matches = logprobs.len() == ids.len() || logprobs.len() == ids.len() + usize::from(closing.is_some());
         let level = match count_matches && !logprobs.is_empty() {
-            true if generation.text.is_some() => types::ASSUMED,
-            true => types::COUNT,
+            true if generation.text.is_some() => types::ASSUMED_TEXT,
+            true => types::ASSUMED_LENGTH,
             false => types::TEXT_ONLY,
         };
         let inserted_count =
@@ -184,23 +195,23 @@ impl<'a> Loom<'a, '_> {
             ids.extend(closing);
         }
         if generation.tokens.is_empty() || foreign {
-            self.woven.recorded += if foreign { 0 } else { (ids.len() - inserted_count) as u64 };
+            self.aligned.recorded += if foreign { 0 } else { (ids.len() - inserted_count) as u64 };
         }
         let options = self.options;
         let trained = if level == types::TEXT_ONLY { options.text_only } else { options.assume_canonical };
         if !logprobs.is_empty() && (level == types::TEXT_ONLY || !trained) {
             let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
-            self.find(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
+            self.report(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
         }
         let last = turn + 1 == self.trace.generations.len();
-        let branch = &mut self.woven.branches[at];
+        let branch = &mut self.aligned.branches[at];
         branch.stopped = ids.last().copied() == closing && closing.is_some();
-        branch.unmarked = level == types::TEXT_ONLY && closing.is_none() && !branch.cut;
+        branch.unmarked = level == types::TEXT_ONLY && closing.is_none() && !branch.truncated;
         if branch.unmarked && last && trained {
             let detail = "the template writes no stop token behind the last turn; none is trained".to_owned();
-            self.find(Reason::EosMissingInRecord, turn, -1, 1, detail);
+            self.report(Reason::EosMissingInRecord, turn, -1, 1, detail);
         }
-        let branch = &mut self.woven.branches[at];
+        let branch = &mut self.aligned.branches[at];
         let (mut index, logprobs) = (0, Some(logprobs).filter(|_| level != types::TEXT_ONLY));
         while index < ids.len() {
             let run_end =
@@ -208,7 +219,7 @@ impl<'a> Loom<'a, '_> {
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
             let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..run_end]));
             let trained = trained && index >= inserted_count;
-            branch.sample(&ids[index..run_end], Stretch { sampling, tier: level, trained, logprobs });
+            branch.push_sampled(&ids[index..run_end], SampledAttributes { sampling, tier: level, trained, logprobs });
             index = run_end;
         }
         Ok(())
@@ -220,7 +231,7 @@ impl<'a> Loom<'a, '_> {
         let message = self.trace.messages.get(generation.message as usize);
         let Some(message) = message.filter(|_| generation.text.is_none()) else { return Ok(0) };
         let thought = &body[..prompt_diff::inserted_thought(body, &message.value)];
-        let thought = self.tokenizer.ids_behind(before, thought)?;
+        let thought = self.tokenizer.ids_after(before, thought)?;
         Ok(thought.iter().zip(ids).take_while(|(left, right)| left == right).count())
     }
 
@@ -229,7 +240,7 @@ impl<'a> Loom<'a, '_> {
         if generation.text.is_some() || self.trace.messages.is_empty() {
             return Ok(generation.text.clone());
         }
-        let prompt = &self.woven.branches[at].prompt;
+        let prompt = &self.aligned.branches[at].prompt;
         if !prompt.is_empty() {
             let [_, session] = &mut self.memory.sessions;
             return self.scaffold.body(session, self.trace, turn, prompt);
@@ -244,11 +255,11 @@ impl<'a> Loom<'a, '_> {
 
 /// Returns the text at the end of a branch if it can change how the next text is tokenized, else an empty string.
 fn text_before(branch: &Branch<'_>, tokenizer: &Tokenizer) -> String {
-    if tokenizer.is_apart("any") {
+    if tokenizer.is_context_free("any") {
         return String::new();
     }
     let from = branch.ids.iter().rposition(|&id| is_special(id, tokenizer)).unwrap_or(0);
-    String::from_utf8_lossy(&spell_all(&branch.ids[from..], tokenizer)).into_owned()
+    String::from_utf8_lossy(&decode_all(&branch.ids[from..], tokenizer)).into_owned()
 }
 
 /// Returns the policy version of sampled token `index`.
@@ -269,7 +280,7 @@ fn alike_version(generation: &Generation, start: usize, end: usize) -> usize {
     (start + 1..end).find(|&index| version_at(generation, index) != first).unwrap_or(end)
 }
 
-/// Counts the logprobs that are known (not NaN).
+/// Counts the logprobs that are not NaN.
 fn count_known(logprobs: &[f32]) -> u64 {
     logprobs.iter().map(|logprob| u64::from(!logprob.is_nan())).sum()
 }
@@ -289,23 +300,23 @@ const THOUGHT_END: &str = "</think>";
 pub fn overrun(
     generation: &Generation,
     message: Option<&Value>,
-    resolved: &Resolved<'_>,
+    resolution: &Resolution<'_>,
     tokenizer: &Tokenizer,
 ) -> Option<Overrun> {
     if let Some(message) = message.filter(|message| calls(message)) {
-        return behind_calls(message, &resolved.ids, tokenizer);
+        return behind_calls(message, &resolution.ids, tokenizer);
     }
     let content = message.and_then(|message| value_in(message, "content")?.as_str());
     let text = generation.text.as_deref().or(content).filter(|text| !text.is_empty())?;
-    let ids = &resolved.ids;
+    let ids = &resolution.ids;
     let stopped = ids.last().is_some_and(|&id| is_special(id, tokenizer));
-    let whole = resolved.said.is_some_and(|said| said + usize::from(stopped) >= ids.len());
+    let whole = resolution.text_ids.is_some_and(|said| said + usize::from(stopped) >= ids.len());
     let listed = generation.tokens.bytes.as_ref().or(generation.tokens.texts.as_ref());
     let whole = whole || listed.is_some_and(|pieces| are_text(pieces, text.as_bytes(), stopped));
-    if whole || !resolved.all_known() || ends_with(ids, text.as_bytes(), tokenizer) {
+    if whole || !resolution.all_known() || ends_with(ids, text.as_bytes(), tokenizer) {
         return None;
     }
-    let spelled = spell(&resolved.ids, tokenizer);
+    let spelled = decode_text(&resolution.ids, tokenizer);
     let thinks = message.is_some_and(thinks);
     let length = match &generation.text {
         Some(text) => spelled_length(&spelled, text)?,
@@ -319,7 +330,7 @@ pub fn overrun(
         return None;
     }
     let (mut at, mut end) = (0, 0);
-    for (index, &id) in resolved.ids.iter().enumerate() {
+    for (index, &id) in resolution.ids.iter().enumerate() {
         if at >= length {
             break;
         }
@@ -327,7 +338,7 @@ pub fn overrun(
         end = index + 1;
     }
     let partial = at > length;
-    let stops = !partial && resolved.ids.get(end).is_some_and(|&id| is_special(id, tokenizer));
+    let stops = !partial && resolution.ids.get(end).is_some_and(|&id| is_special(id, tokenizer));
     Some(Overrun { end: end + usize::from(stops), partial })
 }
 
@@ -335,10 +346,10 @@ pub fn overrun(
 fn behind_calls(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Overrun> {
     let stops = |&id: &u32| is_special(id, tokenizer) && tokenizer.eos_ids().contains(&id);
     let end = ids.iter().position(stops).map(|stop| stop + 1).filter(|&end| end < ids.len())?;
-    tool_calls::unsaid(message, &ids[..end], tokenizer).is_none().then_some(Overrun { end, partial: false })
+    tool_calls::missing_part(message, &ids[..end], tokenizer).is_none().then_some(Overrun { end, partial: false })
 }
 
-/// Returns true if a message calls a tool. Its text is then not all of what was sampled.
+/// Returns true if a message calls a tool. Its text is then only a part of the sampled text.
 fn calls(message: &Value) -> bool {
     let has_tool_calls =
         value_in(message, "tool_calls").and_then(Value::as_array).is_some_and(|calls| !calls.is_empty());
@@ -380,7 +391,7 @@ fn ends_with(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     rest.is_empty()
 }
 
-/// Returns true if the ids begin with these bytes, followed by a special token.
+/// Returns true if the ids start with these bytes, followed by a special token.
 fn begins(ids: &[u32], text: &[u8], tokenizer: &Tokenizer) -> bool {
     let mut rest = text;
     for (index, id) in ids.iter().enumerate() {
@@ -409,7 +420,7 @@ fn end_of_content(spelled: &[u8], content: &str, thinks: bool) -> Option<usize> 
     first.or_else(|| memmem::rfind(spelled, content.as_bytes()).map(|at| at + content.len()))
 }
 
-/// Returns how many bytes of `spelled` decode to `text`, or `None` if `spelled` does not begin with it.
+/// Returns how many bytes of `spelled` decode to `text`, or `None` if `spelled` does not start with it.
 fn spelled_length(spelled: &[u8], text: &str) -> Option<usize> {
     if spelled.starts_with(text.as_bytes()) {
         return Some(text.len());
@@ -460,13 +471,13 @@ impl Ending {
         match generation.finish_reason.as_deref() {
             Some("length" | "abort" | "content_filter" | "incomplete") => Self::Cut,
             Some(_) if !is_cut(generation) => Self::Whole,
-            _ if shows_stop || generation.stop != Stop::Unsaid => Self::Whole,
+            _ if shows_stop || generation.stop != Stop::Unknown => Self::Whole,
             _ => Self::Unknown,
         }
     }
 }
 
-/// Returns true if the record says that anything other than a stop or a tool call ended the generation, even an
+/// Returns true if the record reports that anything other than a stop or a tool call ended the generation, even an
 /// unknown reason. No stop token was sampled then.
 pub fn is_cut(generation: &Generation) -> bool {
     generation.finish_reason.as_deref().is_some_and(|reason| !["stop", "tool_calls", "function_call"].contains(&reason))
@@ -517,10 +528,10 @@ mod ending_tests {
     #[test]
     fn the_finish_reason_says_it_and_else_what_stopped_it() {
         assert_eq!(ending(Some("length"), Stop::Id(2)), Ending::Cut);
-        assert_eq!(ending(Some("abort"), Stop::Unsaid), Ending::Cut);
-        assert_eq!(ending(Some("tool_calls"), Stop::Unsaid), Ending::Whole);
-        assert_eq!(ending(Some("other"), Stop::Unsaid), Ending::Unknown);
+        assert_eq!(ending(Some("abort"), Stop::Unknown), Ending::Cut);
+        assert_eq!(ending(Some("tool_calls"), Stop::Unknown), Ending::Whole);
+        assert_eq!(ending(Some("other"), Stop::Unknown), Ending::Unknown);
         assert_eq!(ending(None, Stop::Text("}".to_owned())), Ending::Whole);
-        assert_eq!(ending(None, Stop::Unsaid), Ending::Unknown);
+        assert_eq!(ending(None, Stop::Unknown), Ending::Unknown);
     }
 }

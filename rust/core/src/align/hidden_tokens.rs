@@ -12,28 +12,28 @@
 use crate::tokenizer::Tokenizer;
 use std::collections::HashMap;
 
-/// Bounds on the states of one layer and on the vocabulary entries tried in total. Beyond either, the search gives up
+/// Bounds on the states of one layer and on the vocabulary entries tried in total. Beyond either, the search stops
 /// on the text.
 const STATES: usize = 4096;
 const TRIES: usize = 1 << 21;
 
 /// The complete text, as far as it is known.
 #[derive(Debug, Clone, Copy)]
-pub struct Whole<'a> {
+pub struct CompleteText<'a> {
     /// The decoded text of the tokens, with U+FFFD for invalid bytes. An incomplete character at its end is left out.
     pub text: &'a str,
-    /// True if more tokens may follow the text: those of a stop string or a stop token.
-    pub may_go_on: bool,
+    /// True if more tokens may follow the text: the tokens of a stop string or a stop token.
+    pub may_continue: bool,
     /// True if the text includes special tokens.
     pub with_specials: bool,
 }
 
 /// The ids and positions that the text determines.
 #[derive(Debug, Default)]
-pub struct Found {
+pub struct Solution {
     /// One per token.
     pub choices: Vec<Choice>,
-    /// For each token and for the end: the byte of the text at which it begins, if that is certain and between two
+    /// For each token and for the end: the byte of the text at which it starts, if that is certain and between two
     /// characters.
     pub starts: Vec<Option<u32>>,
 }
@@ -57,8 +57,8 @@ struct Edge {
 }
 
 struct Search<'a> {
-    whole: Whole<'a>,
-    setting: Setting<'a>,
+    complete: CompleteText<'a>,
+    facts: RecorderFacts<'a>,
     states: Vec<State>,
     /// Index of the first state of each layer, then the end of the states.
     layers: Vec<usize>,
@@ -69,13 +69,13 @@ struct Search<'a> {
     tries: usize,
 }
 
-/// Returns the ids that `seen` and `whole` determine. Returns `None` if no id sequence fits both, or if the search
+/// Returns the ids that `shown` and `complete` determine. Returns `None` if no id sequence fits both, or if the search
 /// exceeds its bounds.
-pub fn whole(seen: &[Seen<'_>], whole: Whole<'_>, setting: Setting<'_>) -> Option<Found> {
+pub fn solve(shown: &[ShownToken<'_>], complete: CompleteText<'_>, facts: RecorderFacts<'_>) -> Option<Solution> {
     let start = State { at: 0, pending: Pending::default(), view: View::default() };
     let mut search = Search {
-        whole,
-        setting,
+        complete,
+        facts,
         states: vec![start],
         layers: vec![0, 1],
         edges: Vec::new(),
@@ -83,23 +83,23 @@ pub fn whole(seen: &[Seen<'_>], whole: Whole<'_>, setting: Setting<'_>) -> Optio
         next: HashMap::new(),
         tries: 0,
     };
-    for (index, &token) in seen.iter().enumerate() {
-        search.layer(token, index + 1 == seen.len())?;
+    for (index, &token) in shown.iter().enumerate() {
+        search.layer(token, index + 1 == shown.len())?;
     }
-    search.finish(seen.len())
+    search.finish(shown.len())
 }
 
 impl Search<'_> {
     /// Computes the states after one more token.
-    fn layer(&mut self, seen: Seen<'_>, last: bool) -> Option<()> {
+    fn layer(&mut self, seen: ShownToken<'_>, last: bool) -> Option<()> {
         let (start, end) = (self.layers[self.layers.len() - 2], self.layers[self.layers.len() - 1]);
         self.next.clear();
         self.into.push(self.edges.len());
         for from in start..end {
             match seen {
-                Seen::Id(id) => self.known(from, id, last),
-                Seen::Nothing => self.search(from, None),
-                Seen::Text(text) => self.search(from, Some(text)),
+                ShownToken::Id(id) => self.known(from, id, last),
+                ShownToken::Nothing => self.search(from, None),
+                ShownToken::Text(text) => self.search(from, Some(text)),
             }
             if self.next.len() > STATES || self.tries > TRIES {
                 return None;
@@ -113,7 +113,7 @@ impl Search<'_> {
     /// the pending bytes will be invalid, and only the bytes that may still join them matter.
     fn canonical(&self, state: State) -> State {
         let broken = state.at != PAST && !state.pending.is_empty() && {
-            self.whole.text.as_bytes()[state.at as usize..].starts_with(REPLACEMENT)
+            self.complete.text.as_bytes()[state.at as usize..].starts_with(REPLACEMENT)
         };
         if !broken {
             return state;
@@ -135,13 +135,13 @@ impl Search<'_> {
 
     fn known(&mut self, from: usize, id: u32, last: bool) {
         let state = self.states[from];
-        let bytes = self.setting.tokenizer.token_bytes(id).unwrap_or_default();
-        if self.setting.tokenizer.is_special(id) {
+        let bytes = self.facts.tokenizer.token_bytes(id).unwrap_or_default();
+        if self.facts.tokenizer.is_special(id) {
             let to = State { view: View::default(), ..state };
-            let written = if self.whole.with_specials { self.feed(state, bytes) } else { None };
+            let written = if self.complete.with_specials { self.feed(state, bytes) } else { None };
             if let Some(to) = written {
                 self.edge(from, State { view: View::default(), ..to }, id);
-            } else if !self.whole.with_specials || last || state.at == PAST {
+            } else if !self.complete.with_specials || last || state.at == PAST {
                 self.edge(from, to, id);
             }
             return;
@@ -149,7 +149,7 @@ impl Search<'_> {
         let view = state.view.show(bytes).1;
         if let Some(to) = self.feed(state, bytes) {
             self.edge(from, State { view, ..to }, id);
-        } else if self.whole.may_go_on && self.passes(state, bytes, last) {
+        } else if self.complete.may_continue && self.passes(state, bytes, last) {
             self.edge(from, State { at: PAST, pending: Pending::default(), view }, id);
         }
     }
@@ -157,14 +157,14 @@ impl Search<'_> {
     /// Adds edges for tokens whose id is not shown, guided by the next bytes of the text.
     fn search(&mut self, from: usize, text: Option<&str>) {
         let state = self.states[from];
-        let tokenizer = self.setting.tokenizer;
-        if text.is_none() && self.setting.hides_specials {
+        let tokenizer = self.facts.tokenizer;
+        if text.is_none() && self.facts.hides_specials {
             for &id in tokenizer.special_ids() {
                 self.edge(from, state, id);
             }
         }
-        if state.at == PAST || (state.at as usize == self.whole.text.len() && state.pending.is_empty()) {
-            self.behind(from, text);
+        if state.at == PAST || (state.at as usize == self.complete.text.len() && state.pending.is_empty()) {
+            self.after_text(from, text);
             if state.at == PAST {
                 return;
             }
@@ -190,7 +190,7 @@ impl Search<'_> {
         }
     }
 
-    /// Adds an edge for `id` if it shows what the record shows and its bytes continue the text.
+    /// Adds an edge for `id` if its text matches the recorded text and its bytes continue the text.
     fn consider(&mut self, from: usize, id: u32, bytes: &[u8], text: Option<&str>) {
         self.tries += 1;
         let state = self.states[from];
@@ -207,14 +207,14 @@ impl Search<'_> {
     }
 
     /// Adds edges for tokens after the end of the text, which are not decoded.
-    fn behind(&mut self, from: usize, text: Option<&str>) {
+    fn after_text(&mut self, from: usize, text: Option<&str>) {
         let view = View::default();
         let to = State { at: PAST, pending: Pending::default(), view };
         match text {
             // Two of them represent all: they already make the id ambiguous.
-            None => hidden(self.setting).take(2).for_each(|id| self.edge(from, to, id)),
-            Some(text) if self.whole.may_go_on => {
-                let choices = run(0, Some(text), self.setting);
+            None => hidden(self.facts).take(2).for_each(|id| self.edge(from, to, id)),
+            Some(text) if self.complete.may_continue => {
+                let choices = solve_run(0, Some(text), self.facts);
                 if let Some(id) = choices[0].id() {
                     self.edge(from, to, id);
                 }
@@ -227,7 +227,7 @@ impl Search<'_> {
     fn passes(&self, state: State, bytes: &[u8], last: bool) -> bool {
         let ends = |length: usize| {
             let end = self.feed(state, &bytes[..length]);
-            end.is_some_and(|end| end.at as usize == self.whole.text.len() && end.pending.is_empty())
+            end.is_some_and(|end| end.at as usize == self.complete.text.len() && end.pending.is_empty())
         };
         state.at == PAST || (usize::from(!last)..bytes.len()).any(ends)
     }
@@ -235,8 +235,8 @@ impl Search<'_> {
     /// Returns the bytes that must come next in the text, up to the first invalid character. Also returns whether one
     /// token can reach that character.
     fn forced(&self, state: State) -> (Vec<u8>, bool) {
-        let reach = self.setting.tokenizer.max_piece_bytes() + 4;
-        let mut rest = &self.whole.text.as_bytes()[state.at as usize..];
+        let reach = self.facts.tokenizer.max_piece_bytes() + 4;
+        let mut rest = &self.complete.text.as_bytes()[state.at as usize..];
         let pending = state.pending.bytes();
         let mut broken = false;
         if rest.starts_with(pending) {
@@ -257,7 +257,7 @@ impl Search<'_> {
         if state.at == PAST {
             return None;
         }
-        let text = self.whole.text.as_bytes();
+        let text = self.complete.text.as_bytes();
         let (mut at, mut pending) = (state.at as usize, state.pending);
         let advance = |at: &mut usize, expected: &[u8]| {
             let matches = text.get(*at..)?.starts_with(expected);
@@ -283,12 +283,12 @@ impl Search<'_> {
 
     /// Returns true if a generation may end in this state.
     fn ends(&self, state: State) -> bool {
-        let rest = self.whole.text.as_bytes().get(state.at as usize..).unwrap_or_default();
+        let rest = self.complete.text.as_bytes().get(state.at as usize..).unwrap_or_default();
         rest.is_empty() || (rest == REPLACEMENT && !state.pending.is_empty())
     }
 
     /// Collects the ids that all paths from the start to an end share.
-    fn finish(self, count: usize) -> Option<Found> {
+    fn finish(self, count: usize) -> Option<Solution> {
         let mut alive = vec![false; self.states.len()];
         let (start, end) = (self.layers[count], self.layers[count + 1]);
         for (offset, alive) in alive[start..end].iter_mut().enumerate() {
@@ -313,14 +313,14 @@ impl Search<'_> {
             (certain && reachable.all(same_position)).then_some(first.at)
         };
         let starts = (0..=count).map(start_of).collect();
-        alive[0].then_some(Found { choices, starts })
+        alive[0].then_some(Solution { choices, starts })
     }
 }
 
 /// Position at which a token ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum At {
-    /// Before the token that begins the shown text: parts of characters that nothing completes.
+    /// Before the token that starts the shown text: parts of characters that nothing completes.
     Stray,
     /// Inside the shown text, after this many of its bytes.
     Inside(usize),
@@ -329,10 +329,10 @@ enum At {
 /// Returns the ids of `count` hidden tokens and of the following token that shows `text`. If `text` is `None`, no
 /// token follows them.
 ///
-/// The text is that of the tokens from the one in which its last character begins. Tokens before that one are strays:
+/// The text belongs to the tokens from the one in which its last character starts. Tokens before that one are strays:
 /// any entry that ends inside a character. All choices are `Choice::None` if the vocabulary has no such tokens.
-pub fn run(count: usize, text: Option<&str>, setting: Setting<'_>) -> Vec<Choice> {
-    let Some(text) = text else { return vec![any_hidden(setting); count] };
+pub fn solve_run(count: usize, text: Option<&str>, facts: RecorderFacts<'_>) -> Vec<Choice> {
+    let Some(text) = text else { return vec![any_hidden(facts); count] };
     let total = count + 1;
     let mut layers: Vec<HashMap<At, Vec<(At, u32)>>> = vec![HashMap::from([(At::Stray, Vec::new())])];
     for index in 0..total {
@@ -340,9 +340,9 @@ pub fn run(count: usize, text: Option<&str>, setting: Setting<'_>) -> Vec<Choice
         for &from in layers[index].keys() {
             let mut edge = |to: At, id: u32| next.entry(to).or_default().push((from, id));
             if index + 1 < total {
-                step_hidden(from, text, setting, &mut edge);
+                step_hidden(from, text, facts, &mut edge);
             } else {
-                close(from, text, setting, &mut edge);
+                close(from, text, facts, &mut edge);
             }
         }
         layers.push(next);
@@ -363,56 +363,56 @@ pub fn run(count: usize, text: Option<&str>, setting: Setting<'_>) -> Vec<Choice
 }
 
 /// Returns the choice for a hidden token with nothing known around it.
-fn any_hidden(setting: Setting<'_>) -> Choice {
+fn any_hidden(facts: RecorderFacts<'_>) -> Choice {
     let mut choice = Choice::None;
-    hidden(setting).take(2).for_each(|id| choice.add(id));
+    hidden(facts).take(2).for_each(|id| choice.add(id));
     choice
 }
 
-fn step_hidden(from: At, text: &str, setting: Setting<'_>, edge: &mut dyn FnMut(At, u32)) {
+fn step_hidden(from: At, text: &str, facts: RecorderFacts<'_>, edge: &mut dyn FnMut(At, u32)) {
     let bytes = text.as_bytes();
     let last = text.char_indices().next_back().map_or(0, |(at, _)| at);
     let spelled = match from {
         At::Stray => {
             // Two of them represent all: they already make the id ambiguous.
-            hidden(setting).take(2).for_each(|id| edge(At::Stray, id));
+            hidden(facts).take(2).for_each(|id| edge(At::Stray, id));
             if text[..last].contains('\u{FFFD}') {
-                return begin_broken(text, last, setting, edge);
+                return begin_broken(text, last, facts, edge);
             }
             0
         }
         At::Inside(spelled) => {
-            if setting.hides_specials {
-                setting.tokenizer.special_ids().iter().take(2).for_each(|&id| edge(from, id));
+            if facts.hides_specials {
+                facts.tokenizer.special_ids().iter().take(2).for_each(|&id| edge(from, id));
             }
             spelled
         }
     };
     for end in last.max(spelled) + 1..bytes.len() {
-        if let Some(id) = setting.tokenizer.id_of_bytes(&bytes[spelled..end]) {
+        if let Some(id) = facts.tokenizer.id_of_bytes(&bytes[spelled..end]) {
             edge(At::Inside(end), id);
         }
     }
 }
 
-fn close(from: At, text: &str, setting: Setting<'_>, edge: &mut dyn FnMut(At, u32)) {
+fn close(from: At, text: &str, facts: RecorderFacts<'_>, edge: &mut dyn FnMut(At, u32)) {
     let end = At::Inside(text.len());
     match from {
         At::Stray => {
-            setting.tokenizer.id_of_bytes(text.as_bytes()).iter().for_each(|&id| edge(end, id));
-            setting.tokenizer.id_of_added(text).iter().for_each(|&id| edge(end, id));
-            setting.tokenizer.partial().decoding_to(text).iter().take(2).for_each(|&id| edge(end, id));
+            facts.tokenizer.id_of_bytes(text.as_bytes()).iter().for_each(|&id| edge(end, id));
+            facts.tokenizer.id_of_added(text).iter().for_each(|&id| edge(end, id));
+            facts.tokenizer.partial().decoding_to(text).iter().take(2).for_each(|&id| edge(end, id));
         }
         At::Inside(spelled) => {
-            setting.tokenizer.id_of_bytes(&text.as_bytes()[spelled..]).iter().for_each(|&id| edge(end, id));
+            facts.tokenizer.id_of_bytes(&text.as_bytes()[spelled..]).iter().for_each(|&id| edge(end, id));
         }
     }
 }
 
 /// Adds edges for tokens that end in the beginning of the last character and have invalid bytes before it.
-fn begin_broken(text: &str, last: usize, setting: Setting<'_>, edge: &mut dyn FnMut(At, u32)) {
-    for &id in setting.tokenizer.partial().open() {
-        let bytes = setting.tokenizer.token_bytes(id).unwrap_or_default();
+fn begin_broken(text: &str, last: usize, facts: RecorderFacts<'_>, edge: &mut dyn FnMut(At, u32)) {
+    for &id in facts.tokenizer.partial().open() {
+        let bytes = facts.tokenizer.token_bytes(id).unwrap_or_default();
         let overlap = (1..4.min(bytes.len())).find(|&overlap| {
             let (before, tail) = bytes.split_at(bytes.len() - overlap);
             text.as_bytes()[last..].starts_with(tail) && String::from_utf8_lossy(before) == text[..last]
@@ -423,7 +423,7 @@ fn begin_broken(text: &str, last: usize, setting: Setting<'_>, edge: &mut dyn Fn
     }
 }
 
-/// The incomplete character that earlier tokens left, as the recorder sees it.
+/// The incomplete character that earlier tokens left, in the recorder's view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct View {
     pub pending: Pending,
@@ -442,7 +442,7 @@ pub enum Shown {
 }
 
 impl View {
-    /// Returns what is shown of a token with `bytes`, and the view after it.
+    /// Returns the shown text of a token with `bytes`, and the view after it.
     pub fn show(self, bytes: &[u8]) -> (Shown, Self) {
         let mut joint = self.pending;
         // True if the pending bytes at the end began in an earlier token.
@@ -504,9 +504,9 @@ fn fresh(bytes: &[u8]) -> (Alone, Pending) {
     (Alone { open, before: before.min(usize::from(u16::MAX)) as u16 }, pending)
 }
 
-/// What the record shows of one token.
+/// The recorded text of one token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Seen<'a> {
+pub enum ShownToken<'a> {
     /// Its id, determined by its own bytes.
     Id(u32),
     /// Nothing: its bytes end inside a character, or it is a special token that the recorder hides.
@@ -517,7 +517,7 @@ pub enum Seen<'a> {
 
 /// Facts about the recorder and the vocabulary.
 #[derive(Clone, Copy)]
-pub struct Setting<'a> {
+pub struct RecorderFacts<'a> {
     pub tokenizer: &'a Tokenizer,
     /// True if a special token may show nothing.
     pub hides_specials: bool,
@@ -551,15 +551,15 @@ impl Choice {
 }
 
 /// Returns the ids that a token which shows nothing may have in any context.
-fn hidden(setting: Setting<'_>) -> impl Iterator<Item = u32> {
-    let specials = if setting.hides_specials { setting.tokenizer.special_ids() } else { &[] };
-    setting.tokenizer.partial().open().iter().chain(specials).copied()
+fn hidden(facts: RecorderFacts<'_>) -> impl Iterator<Item = u32> {
+    let specials = if facts.hides_specials { facts.tokenizer.special_ids() } else { &[] };
+    facts.tokenizer.partial().open().iter().chain(specials).copied()
 }
 
 /// U+FFFD in UTF-8.
 pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 
-/// Up to three bytes that begin a character.
+/// Up to three bytes that start a character.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct Pending {
     bytes: [u8; 3],
@@ -653,7 +653,7 @@ impl Pending {
     }
 }
 
-/// Returns the number of bytes of the character that begins with `byte`, or 0 if none does.
+/// Returns the number of bytes of the character that starts with `byte`, or 0 if none does.
 fn width(byte: u8) -> usize {
     match byte {
         0x00..=0x7F => 1,
@@ -672,12 +672,13 @@ mod tests {
     fn known_tokens_fit_a_text_that_hides_specials_and_no_other_text() {
         let tokenizer = crate::tokenizer::example();
         let (ids, special) = (tokenizer.encode("price of").unwrap(), tokenizer.special_ids()[0]);
-        let setting = Setting { tokenizer: &tokenizer, hides_specials: true };
-        let seen: Vec<Seen<'_>> = ids[..1].iter().chain(&[special]).chain(&ids[1..]).map(|&id| Seen::Id(id)).collect();
+        let facts = RecorderFacts { tokenizer: &tokenizer, hides_specials: true };
+        let seen: Vec<ShownToken<'_>> =
+            ids[..1].iter().chain(&[special]).chain(&ids[1..]).map(|&id| ShownToken::Id(id)).collect();
         for (text, may_go_on, fits) in
             [("price of", false, true), ("price o", true, true), ("price of two", true, false), ("rice", true, false)]
         {
-            let result = whole(&seen, Whole { text, may_go_on, with_specials: false }, setting);
+            let result = solve(&seen, CompleteText { text, may_continue: may_go_on, with_specials: false }, facts);
             assert_eq!(result.is_some(), fits, "{text}");
         }
     }

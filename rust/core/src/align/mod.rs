@@ -29,20 +29,20 @@ mod types;
 pub use crate::findings::{Finding, NAMES, Reason, USAGE_SLACK};
 pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};
-pub use images::{Images, PictureRule};
+pub use images::{ImageRule, Images};
 pub use output::Aligned;
-pub use resolve::{Recovered, recover};
+pub use resolve::{RecoveredTokens, recover};
 pub use types::{Merge, Mode, Options};
 
 use crate::error::{Kind, Result};
 use crate::tokenizer::Tokenizer;
 use crate::trace::Trace;
-use crate::{caught, pool};
+use crate::{catch_panic, pool};
 use branch::Branch;
 use images::Keyed;
 use std::collections::HashMap;
 use std::sync::Arc;
-use trace::Memory;
+use trace::WorkerCache;
 
 /// Aligns traces with the tokenizer of the model that will be trained. `rule` specifies how that model writes images.
 ///
@@ -51,18 +51,19 @@ use trace::Memory;
 pub fn align(
     traces: &[Arc<Trace>],
     tokenizer: &Tokenizer,
-    rule: Option<&PictureRule>,
+    rule: Option<&ImageRule>,
     options: Options,
 ) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer, options.server)?;
     let keyed_traces = keyed_traces(traces, rule)?;
     let inputs: Vec<_> =
         traces.iter().zip(keyed_traces.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();
-    let woven = pool::map(inputs.as_slice(), Memory::default, |memory, &(trace, keyed)| {
-        let weave = || trace::weave(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
-        caught(Kind::Fault, "aligning", weave).map_err(|error| {
+    let results = pool::map(inputs.as_slice(), WorkerCache::default, |memory, &(trace, keyed)| {
+        let align_one =
+            || trace::align_trace(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
+        catch_panic(Kind::Fault, "aligning", align_one).map_err(|error| {
             // A panic may have left partial state in the memory.
-            *memory = Memory::default();
+            *memory = WorkerCache::default();
             error.at(&trace.location)
         })
     });
@@ -70,18 +71,18 @@ pub fn align(
     aligned.reward_names = reward_names(traces);
     aligned.extras = extras::columns(traces);
     let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
-    for (row, ((trace, keyed), woven)) in inputs.iter().zip(woven).enumerate() {
-        match woven {
-            Ok(mut woven) => {
-                if woven.branches.is_empty() {
-                    woven.branches.push(Branch::default()); // an empty branch, so that every trace keeps its row
+    for (row, ((trace, keyed), result)) in inputs.iter().zip(results).enumerate() {
+        match result {
+            Ok(mut aligned_trace) => {
+                if aligned_trace.branches.is_empty() {
+                    aligned_trace.branches.push(Branch::default()); // an empty branch, so that every trace keeps its row
                 }
-                aligned.images.push(*keyed, &mut woven.branches);
-                aligned.push(trace, woven, options, &mut groups, &mut branches);
+                aligned.images.push(*keyed, &mut aligned_trace.branches);
+                aligned.push(trace, aligned_trace, options, &mut groups, &mut branches);
             }
             Err(error) if options.skip_errors => {
                 aligned.errors.push(error);
-                aligned.left_out.push(row as i64);
+                aligned.skipped.push(row as i64);
             }
             Err(error) => return Err(error),
         }
@@ -91,8 +92,8 @@ pub fn align(
 }
 
 /// Returns the traces with keys for their images, or an empty list if no trace has images.
-fn keyed_traces<'r>(traces: &[Arc<Trace>], rule: Option<&'r PictureRule>) -> Result<Vec<Option<Keyed<'r>>>> {
-    match rule.filter(|_| traces.iter().any(|trace| !trace.pictures.is_empty())) {
+fn keyed_traces<'r>(traces: &[Arc<Trace>], rule: Option<&'r ImageRule>) -> Result<Vec<Option<Keyed<'r>>>> {
+    match rule.filter(|_| traces.iter().any(|trace| !trace.images.is_empty())) {
         Some(rule) => pool::map(traces, || (), |(), trace| Keyed::of(trace, rule)).into_iter().collect(),
         None => Ok(Vec::new()),
     }

@@ -1,10 +1,10 @@
-//! Flat output arrays: traces are concatenated, and each column is written once from the stretches of the branches.
+//! Flat output arrays: traces are concatenated, and each column is written once from the sampled spans of the branches.
 
-use super::branch::{Branch, Stretch};
+use super::branch::{Branch, SampledAttributes};
 use super::extras::Column;
 use super::generation::Ending;
 use super::images::Images;
-use super::trace::Woven;
+use super::trace::AlignedTrace;
 use super::types::{self, Options};
 use crate::error::{Error, Location};
 use crate::findings::Finding;
@@ -35,17 +35,17 @@ pub struct Aligned {
     pub cu_turns: Vec<i64>,
     pub logprob_kind: Vec<u8>,
     pub temperature: Vec<f32>,
-    pub reshaped: Vec<u32>,
+    pub sampling_flags: Vec<u32>,
     pub ending: Vec<u8>,
     pub extras: Vec<Column>,
     pub images: Images,
-    pub drift_trace: Vec<i32>,
-    pub drift: Vec<Finding>,
+    pub mismatch_trace: Vec<i32>,
+    pub mismatches: Vec<Finding>,
     pub recorded: u64,
     pub exact: u64,
     pub errors: Vec<Error>,
     /// For each error, the index of its trace in the input.
-    pub left_out: Vec<i64>,
+    pub skipped: Vec<i64>,
     /// Number of traces with a rendered prompt, by the server whose rendering was used. "(assumed)" is added if
     /// neither the record nor the options name the server.
     pub servers: BTreeMap<String, u64>,
@@ -56,13 +56,13 @@ impl Aligned {
     pub(super) fn push<'a>(
         &mut self,
         trace: &Trace,
-        woven: Woven<'a>,
+        aligned_trace: AlignedTrace<'a>,
         options: Options,
         groups: &mut HashMap<String, i32>,
         branches: &mut Vec<Branch<'a>>,
     ) {
         let row = self.group.len() as i32;
-        for branch in &woven.branches {
+        for branch in &aligned_trace.branches {
             let before = self.cu_seqlens.last().copied().unwrap_or(0);
             self.cu_seqlens.push(before + branch.len() as i64);
             self.trace.push(row);
@@ -70,12 +70,12 @@ impl Aligned {
                 column.push(branch, &trace.generations);
             }
         }
-        self.ending.push(Ending::of(trace, &woven.branches) as u8);
-        branches.extend(woven.branches);
-        self.recorded += woven.recorded;
-        self.exact += woven.exact;
-        self.drift_trace.extend(std::iter::repeat_n(row, woven.findings.len()));
-        self.drift.extend(woven.findings);
+        self.ending.push(Ending::of(trace, &aligned_trace.branches) as u8);
+        branches.extend(aligned_trace.branches);
+        self.recorded += aligned_trace.recorded;
+        self.exact += aligned_trace.exact;
+        self.mismatch_trace.extend(std::iter::repeat_n(row, aligned_trace.findings.len()));
+        self.mismatches.extend(aligned_trace.findings);
         self.push_row(trace, options, groups);
     }
 
@@ -110,7 +110,8 @@ impl Aligned {
         self.logprob_kind.push(kind as u8);
         self.temperature.push(temperature_of(trace, options));
         let measured = trace.generations.iter().filter(|generation| generation.tokens.logprobs.is_some());
-        self.reshaped.push(measured.fold(0, |bits, generation| bits | options.reshaped(generation)));
+        self.sampling_flags
+            .push(measured.fold(0, |bits, generation| bits | options.changed_sampling_options(generation)));
     }
 }
 
@@ -135,26 +136,26 @@ fn name_alone(trace: &Trace) -> String {
 
 /// Writes the per-token columns of `branches`, concatenated.
 pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
-    let lay = Lay { branches, total: branches.iter().map(Branch::len).sum() };
+    let lay = ColumnWriter { branches, total: branches.iter().map(Branch::len).sum() };
     let Aligned { ids, source, trainable, rollout_logprobs, turn, version, tier, inv_temperature, .. } = aligned;
-    pool::all(vec![
+    pool::run_tasks(vec![
         Box::new(|| *ids = lay.whole(|branch, column| column.extend(branch.ids.iter().map(|&id| id as i32)))),
         Box::new(|| *rollout_logprobs = lay.by_stretch(f32::NAN, put_logprobs)),
-        Box::new(|| *turn = lay.alike(-1, |stretch| stretch.sampling.turn)),
-        Box::new(|| *version = lay.alike(-1, |stretch| stretch.sampling.version)),
-        Box::new(|| *inv_temperature = lay.alike(1.0, |stretch| stretch.sampling.inv_temperature)),
+        Box::new(|| *turn = lay.alike(-1, |attributes| attributes.sampling.turn)),
+        Box::new(|| *version = lay.alike(-1, |attributes| attributes.sampling.version)),
+        Box::new(|| *inv_temperature = lay.alike(1.0, |attributes| attributes.sampling.inv_temperature)),
         Box::new(|| *source = lay.whole(|branch, column| column.extend_from_slice(&branch.source))),
-        Box::new(|| *trainable = lay.alike(false, |stretch| stretch.trained)),
-        Box::new(|| *tier = lay.alike(types::NONE, |stretch| stretch.tier)),
+        Box::new(|| *trainable = lay.alike(false, |attributes| attributes.trained)),
+        Box::new(|| *tier = lay.alike(types::NONE, |attributes| attributes.tier)),
     ]);
 }
 
-struct Lay<'b, 'a> {
+struct ColumnWriter<'b, 'a> {
     branches: &'b [Branch<'a>],
     total: usize,
 }
 
-impl<'a> Lay<'_, 'a> {
+impl<'a> ColumnWriter<'_, 'a> {
     /// Builds a column to which `put` appends the values of each branch.
     fn whole<T>(&self, put: impl Fn(&Branch<'a>, &mut Vec<T>)) -> Vec<T> {
         let mut column = Vec::with_capacity(self.total);
@@ -164,25 +165,25 @@ impl<'a> Lay<'_, 'a> {
 
     /// Builds a column with `unsampled` outside the stretches. `put` appends the values of the given number of tokens
     /// of a stretch.
-    fn by_stretch<T: Copy>(&self, unsampled: T, put: impl Fn(&Stretch<'a>, usize, &mut Vec<T>)) -> Vec<T> {
+    fn by_stretch<T: Copy>(&self, unsampled: T, put: impl Fn(&SampledAttributes<'a>, usize, &mut Vec<T>)) -> Vec<T> {
         self.whole(|branch, column| {
             let start = column.len();
-            for drawn in &branch.drawn {
-                column.resize(start + drawn.start, unsampled);
-                put(&drawn.stretch, drawn.end - drawn.start, column);
+            for span in &branch.sampled_spans {
+                column.resize(start + span.start, unsampled);
+                put(&span.attributes, span.end - span.start, column);
             }
             column.resize(start + branch.len(), unsampled);
         })
     }
 
     /// Builds a column whose value is constant within a stretch.
-    fn alike<T: Copy>(&self, unsampled: T, of: impl Fn(&Stretch<'a>) -> T) -> Vec<T> {
-        self.by_stretch(unsampled, |stretch, count, column| column.resize(column.len() + count, of(stretch)))
+    fn alike<T: Copy>(&self, unsampled: T, of: impl Fn(&SampledAttributes<'a>) -> T) -> Vec<T> {
+        self.by_stretch(unsampled, |attributes, count, column| column.resize(column.len() + count, of(attributes)))
     }
 }
 
-fn put_logprobs(stretch: &Stretch<'_>, count: usize, column: &mut Vec<f32>) {
-    match &stretch.logprobs {
+fn put_logprobs(attributes: &SampledAttributes<'_>, count: usize, column: &mut Vec<f32>) {
+    match &attributes.logprobs {
         Some(logprobs) => column.extend_from_slice(logprobs),
         None => column.resize(column.len() + count, f32::NAN),
     }

@@ -1,12 +1,12 @@
 //! Text that was not sampled: a rendered context, its ids, and the ids among them that are content.
 //!
-//! `Text` is ids with sources. `Scaffold` renders with one tokenizer and caches what is constant for its template.
-//! Sampled tokens are handled elsewhere.
+//! `Text` is ids with sources. `Scaffold` renders with one tokenizer and caches the constant parts of its template.
+//! Other files handle sampled tokens.
 
 use super::types;
 use crate::error::Result;
 use crate::server::Server;
-use crate::template::{Ask, Rendered, Session, Span, Template};
+use crate::template::{RenderRequest, Rendered, Session, Span, Template};
 use crate::tokenizer::Tokenizer;
 use crate::trace::{Generation, Trace};
 use serde_json::{Map, Value, json};
@@ -29,7 +29,7 @@ impl Text {
     }
 
     pub fn given(ids: &[u32]) -> Self {
-        Self::new(ids.to_vec(), vec![types::GIVEN; ids.len()])
+        Self::new(ids.to_vec(), vec![types::PROMPT; ids.len()])
     }
 
     pub fn tail(&self, start: usize) -> Self {
@@ -58,7 +58,7 @@ impl View<'_> {
     }
 }
 
-/// What a template writes after a turn.
+/// The text that a template writes after a turn.
 #[derive(Debug, Default, Clone)]
 pub struct Closing {
     /// The closing token, if it is a special one.
@@ -100,7 +100,7 @@ impl<'a> Scaffold<'a> {
         let closing_bytes = if token.is_some() { ends[0] as usize } else { 0 };
         let separator = if token.is_some() { ids[1..].to_vec() } else { Vec::new() };
         let prints_date = tokenizer.template().is_some_and(prints_date);
-        let cuts = tokenizer.report().no_memo.is_none();
+        let cuts = tokenizer.report().cache_disabled_reason.is_none();
         Ok(Self {
             tokenizer,
             cuts,
@@ -121,7 +121,7 @@ impl<'a> Scaffold<'a> {
     /// Renders the messages `context` of `trace` (indices) as the server of generation `turn` did.
     ///
     /// The result is a prompt or, if `is_prompt` is false, a finished conversation. `date` (ISO) is the day to render
-    /// on if the record does not specify one. `session` caches what was rendered before.
+    /// on if the record does not specify one. `session` caches earlier renders.
     pub fn render<'t>(
         &self,
         session: &mut Session<'t>,
@@ -143,12 +143,12 @@ impl<'a> Scaffold<'a> {
     /// Returns the ids of `rendered.text[from..]` in its context, with their sources.
     pub fn encode(&self, rendered: &Rendered, from: usize) -> Result<Text> {
         let before = &rendered.text[..from];
-        if self.tokenizer.is_apart(before) {
-            let (ids, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
+        if self.tokenizer.is_context_free(before) {
+            let (ids, ends) = self.tokenizer.encode_with_ends_shared(Arc::clone(&rendered.text), from)?;
             let sources = sources(&ends, from, &rendered.spans);
             return Ok(Text::new(ids, sources));
         }
-        let encoded = self.tokenizer.encode_behind(before, &rendered.text[from..])?;
+        let encoded = self.tokenizer.encode_after(before, &rendered.text[from..])?;
         let sources = sources(&encoded.ends, from, &rendered.spans);
         Ok(Text { ids: encoded.ids, sources, joined: !encoded.exact })
     }
@@ -191,10 +191,11 @@ impl<'a> Scaffold<'a> {
         server: Server,
         is_prompt: bool,
         date: Option<&str>,
-    ) -> (Cow<'t, Map<String, Value>>, Ask) {
+    ) -> (Cow<'t, Map<String, Value>>, RenderRequest) {
         let thinking = self.tokenizer.model().speaks_harmony;
         let mut kwargs = Cow::Borrowed(&trace.template_kwargs);
-        let mut ask = Ask { server, prompt: is_prompt, continues: false, thinking };
+        let mut ask =
+            RenderRequest { server, add_generation_prompt: is_prompt, continue_final_message: false, thinking };
         let sets_variables = [PREFILL, HEAD].iter().any(|key| trace.template_kwargs.contains_key(*key));
         let fixed = matches!(server, Server::LlamaCpp | Server::Tgi);
         if request.is_some() || sets_variables || fixed {
@@ -218,7 +219,7 @@ impl<'a> Scaffold<'a> {
         let (_, ask) = self.variables(trace, generation.request.as_deref(), server, true, None);
         let (prefill, answer) = (&trace.messages[last as usize], &trace.messages[generation.message as usize].value);
         let is_answer = prefill.role() == "assistant";
-        if !(ask.continues || is_answer && matches!(server, Server::LlamaCpp | Server::Tgi)) {
+        if !(ask.continue_final_message || is_answer && matches!(server, Server::LlamaCpp | Server::Tgi)) {
             return None;
         }
         let text = |message: &Value| message.get("content").and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -235,11 +236,11 @@ impl<'a> Scaffold<'a> {
 fn set_variables(
     kwargs: &mut Map<String, Value>,
     request: Option<&Map<String, Value>>,
-    ask: &mut Ask,
+    ask: &mut RenderRequest,
     is_prompt: bool,
 ) {
     let from_request = |key: &str| request.and_then(|request| request.get(key)).filter(|value| !value.is_null());
-    for (key, option) in [(PREFILL, &mut ask.continues), (HEAD, &mut ask.prompt)] {
+    for (key, option) in [(PREFILL, &mut ask.continue_final_message), (HEAD, &mut ask.add_generation_prompt)] {
         let from_trace = kwargs.remove(key);
         if let Some(value) = from_request(key).or(from_trace.as_ref()).and_then(Value::as_bool).filter(|_| is_prompt) {
             *option = value;
@@ -285,7 +286,7 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
         let stop = ends.len().min(at + inside + 1);
         let start = at.checked_sub(1).map_or(from, end);
         if start < span.end {
-            sources[at..stop].fill(types::GIVEN);
+            sources[at..stop].fill(types::PROMPT);
         }
     }
     sources
@@ -295,7 +296,7 @@ pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
 fn probe_closer(template: &Template, server: Server) -> Option<String> {
     const BODY: &str = "tracegrad probes the closer";
     let messages = [json!({"role": "user", "content": "hello"}), json!({"role": "assistant", "content": BODY})];
-    let ask = Ask { server, prompt: false, continues: false, thinking: false };
+    let ask = RenderRequest { server, add_generation_prompt: false, continue_final_message: false, thinking: false };
     let rendered =
         template.render_served(&mut Session::default(), &messages.each_ref(), None, ask, &Map::new()).ok()?;
     let at = rendered.text.rfind(BODY)?;
@@ -337,7 +338,7 @@ mod tests {
                 let before = if index == 0 { 0 } else { ends[index - 1] as usize };
                 let (start, end) = (from + before, from + ends[index] as usize);
                 let touched = spans.iter().any(|span| span.start < end && span.end > start);
-                if touched { types::GIVEN } else { types::TEMPLATE }
+                if touched { types::PROMPT } else { types::TEMPLATE }
             }).collect();
             prop_assert_eq!(sources(&ends, from, &spans), expected);
         }

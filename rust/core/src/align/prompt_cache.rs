@@ -1,6 +1,6 @@
-//! The last complete prompt that was encoded. The next prompt is only encoded from the point where it differs.
+//! The last complete prompt that was encoded. The next prompt is only encoded from the first difference on.
 //!
-//! Prompts of a group are similar, and each turn's prompt begins with the previous one. If the tokenizer splits texts
+//! Prompts of a group are similar, and each turn's prompt starts with the previous one. If the tokenizer splits texts
 //! at added tokens, the ids up to such a token do not depend on the text after it. Each worker of `align` has its own
 //! cache.
 
@@ -28,7 +28,7 @@ impl Prompts {
         let reused = if can_reuse { self.reusable_tokens(scaffold, rendered) } else { 0 };
         let from = if reused == 0 { 0 } else { self.ends[reused - 1] as usize };
         let tokenizer = scaffold.tokenizer;
-        let (ids, ends) = tokenizer.encode_held(Arc::clone(&rendered.text), from)?;
+        let (ids, ends) = tokenizer.encode_with_ends_shared(Arc::clone(&rendered.text), from)?;
         self.ids.truncate(reused);
         self.ids.extend_from_slice(&ids);
         self.ends.truncate(reused);
@@ -50,7 +50,7 @@ impl Prompts {
     fn reusable_tokens(&self, scaffold: &Scaffold<'_>, rendered: &Rendered) -> usize {
         let tokenizer = scaffold.tokenizer;
         let shared = common_prefix(self.text.as_bytes(), rendered.text.as_bytes());
-        // An added token is certain only if no longer added token could begin with it.
+        // An added token is certain only if no longer added token could start with it.
         let certain = shared.saturating_sub(tokenizer.max_piece_bytes());
         let cuts = |index: &usize| {
             let (id, end) = (self.ids[*index], self.ends[*index] as usize);

@@ -5,8 +5,8 @@
 //! compared without white space. Reasoning, media and values that are not strings may be missing.
 
 use super::prompt::Scaffold;
-use super::resolve::{is_special, spell_all};
-use super::trace::Loom;
+use super::resolve::{decode_all, is_special};
+use super::trace::TraceAligner;
 use crate::findings::Reason;
 use crate::json_number;
 use crate::server::Server;
@@ -24,13 +24,13 @@ const CLOSERS: [&str; 7] =
     ["</think>", "</thinking>", "</thought>", "</reasoning>", "[/THINK]", "</seed:think>", "<|END_THINKING|>"];
 
 /// One string of a message that its prompt must contain.
-struct Said<'a> {
+struct ExpectedString<'a> {
     what: &'static str,
     text: Cow<'a, str>,
     field: Field,
 }
 
-impl Loom<'_, '_> {
+impl TraceAligner<'_, '_> {
     /// Reports the messages of a generation's context that its prompt lacks. The prompt is `ids` if recorded, else the
     /// rendered one.
     pub fn check_shown(
@@ -73,7 +73,7 @@ impl Loom<'_, '_> {
             Some(ids) => {
                 let mut ids = ids.to_vec();
                 ids.dedup_by(|id, before| id == before && is_special(*id, tokenizer));
-                squeezed(&String::from_utf8_lossy(&spell_all(&ids, tokenizer)))
+                squeezed(&String::from_utf8_lossy(&decode_all(&ids, tokenizer)))
             }
             None => squeezed(rendered.map_or("", |rendered| &rendered.text[schemas..])),
         };
@@ -107,7 +107,7 @@ impl Loom<'_, '_> {
             }
             self.unshown += 1;
             let detail = format!("{what} of message {index} ({}) is not in the prompt", role_of(message));
-            self.find(Reason::MessageNotInPrompt, turn, -1, 0, detail);
+            self.report(Reason::MessageNotInPrompt, turn, -1, 0, detail);
         }
     }
 }
@@ -150,13 +150,13 @@ fn role_of(message: &Message) -> String {
 }
 
 /// Returns the strings of a message that its prompt must contain, as this server writes it.
-fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
+fn strings(message: &Message, server: Server) -> Vec<ExpectedString<'_>> {
     let Value::Object(fields) = &message.value else { return Vec::new() };
     let mut expected = Vec::new();
     let is_assistant = message.role() == "assistant";
     let mut text = |text| {
         let text = if is_assistant { behind_reasoning(text) } else { text };
-        expected.push(Said { what: TEXT, text: Cow::Borrowed(text), field: Field::Content });
+        expected.push(ExpectedString { what: TEXT, text: Cow::Borrowed(text), field: Field::Content });
     };
     match value_of(fields, "content") {
         Some(Value::String(content)) => text(content),
@@ -177,7 +177,7 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
     for call in value_of(fields, "tool_calls").and_then(Value::as_array).into_iter().flatten() {
         let function = call.get("function").unwrap_or(call);
         if let Some(name) = function.get("name").and_then(Value::as_str) {
-            expected.push(Said { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
+            expected.push(ExpectedString { what: NAME, text: Cow::Borrowed(name), field: Field::ToolCall });
         }
         // A prompt cannot show arguments that its server does not pass on.
         let empties = server.empties_arguments();
@@ -186,7 +186,7 @@ fn strings(message: &Message, server: Server) -> Vec<Said<'_>> {
             Some(Value::String(text)) => match json_number::parse(text) {
                 Ok(value) if counts(&value) => owned_leaves(&value, &mut expected),
                 Err(_) if !empties => {
-                    expected.push(Said { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
+                    expected.push(ExpectedString { what: ARGUMENT, text: Cow::Borrowed(text), field: Field::ToolCall });
                 }
                 _ => {}
             },
@@ -210,7 +210,7 @@ fn behind_reasoning(text: &str) -> &str {
 }
 
 /// Appends the strings and numbers inside a value.
-fn owned_leaves(value: &Value, expected: &mut Vec<Said<'_>>) {
+fn owned_leaves(value: &Value, expected: &mut Vec<ExpectedString<'_>>) {
     let text = match value {
         Value::String(text) => text.clone(),
         Value::Number(number) => number.to_string(),
@@ -221,11 +221,11 @@ fn owned_leaves(value: &Value, expected: &mut Vec<Said<'_>>) {
         },
         Value::Null | Value::Bool(_) => return,
     };
-    expected.push(Said { what: ARGUMENT, text: Cow::Owned(text), field: Field::ToolCall });
+    expected.push(ExpectedString { what: ARGUMENT, text: Cow::Owned(text), field: Field::ToolCall });
 }
 
 /// Returns true if a prompt without white space contains a string, either directly or as JSON writes it.
-fn shows(prompt: &str, expected: &Said<'_>) -> bool {
+fn shows(prompt: &str, expected: &ExpectedString<'_>) -> bool {
     let contains = |text: &str| memchr::memmem::find(prompt.as_bytes(), squeezed(text).as_bytes()).is_some();
     if contains(&expected.text) {
         return true;
@@ -296,7 +296,7 @@ mod tests {
     use super::*;
 
     fn holds(prompt: &str, text: &str, field: Field) -> bool {
-        shows(&squeezed(prompt), &Said { what: TEXT, text: Cow::Borrowed(text), field })
+        shows(&squeezed(prompt), &ExpectedString { what: TEXT, text: Cow::Borrowed(text), field })
     }
 
     #[test]

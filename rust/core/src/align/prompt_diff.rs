@@ -1,4 +1,4 @@
-//! Names the differences between what was recorded and what the template renders: prompts, sampled bodies and dates.
+//! Names the differences between the record and the rendered text: prompts, sampled bodies and dates.
 //!
 //! Recorded ids take precedence over the render, which only supplies sources. Each difference gets the most specific
 //! reason that fits: a doubled BOS, an injected system prompt or date, an expanded image, or simply another prompt. A
@@ -16,18 +16,18 @@ use serde_json::Value;
 
 /// The sources of the recorded ids, and the difference from the render, if there is one.
 #[derive(Debug)]
-pub struct Compared {
+pub struct Comparison {
     /// The recorded ids with their sources.
     pub text: Text,
     /// Reason, number of tokens concerned, and a description.
     pub difference: Option<(Reason, usize, String)>,
 }
 
-/// Compares `ids`, as the server reported them, with `rendered`. `has_system` is true if the context begins with a
+/// Compares `ids`, as the server reported them, with `rendered`. `has_system` is true if the context starts with a
 /// system or developer message.
-pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokenizer) -> Compared {
+pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokenizer) -> Comparison {
     if rendered.ids == ids {
-        return Compared { text: rendered, difference: None };
+        return Comparison { text: rendered, difference: None };
     }
     if let Some(compared) = beginning(ids, &rendered, tokenizer).or_else(|| expanded(ids, &rendered, tokenizer)) {
         return compared;
@@ -37,7 +37,7 @@ pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokeni
     let theirs = ids.len() - first - last;
     let ours = rendered.ids.len() - first - last;
     let mut sources = rendered.sources[..first].to_vec();
-    sources.resize(first + theirs, types::GIVEN);
+    sources.resize(first + theirs, types::PROMPT);
     sources.extend_from_slice(&rendered.sources[rendered.sources.len() - last..]);
     let before_content = rendered.sources[..first].iter().all(|&source| source == types::TEMPLATE);
     let injected = !has_system && before_content && last > 0 && (ours == 0 || theirs == 0);
@@ -51,11 +51,11 @@ pub fn compare(ids: &[u32], rendered: Text, has_system: bool, tokenizer: &Tokeni
             format!("the record has {recorded} prompt ids, the template gives {template}; they part at {first}");
         (Reason::PromptMismatch, theirs.max(ours), detail)
     };
-    Compared { text: Text::new(ids.to_vec(), sources), difference: Some(difference) }
+    Comparison { text: Text::new(ids.to_vec(), sources), difference: Some(difference) }
 }
 
 /// Recognizes one special token more or less at the beginning, with everything else equal: BOS is doubled or missing.
-fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compared> {
+fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Comparison> {
     let special = |id: Option<&u32>| id.is_some_and(|&id| tokenizer.is_special(id));
     if ids.get(1..) == Some(&rendered.ids) && special(ids.first()) {
         let mut sources = vec![types::TEMPLATE];
@@ -63,17 +63,17 @@ fn beginning(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Comp
         let twice = if ids.get(1) == ids.first() { "twice" } else { "that the template does not write" };
         let detail = format!("the record's prompt begins with the special token {} {twice}", ids[0]);
         let text = Text::new(ids.to_vec(), sources);
-        return Some(Compared { text, difference: Some((Reason::BosDuplicate, 1, detail)) });
+        return Some(Comparison { text, difference: Some((Reason::BosDuplicate, 1, detail)) });
     }
     if rendered.ids.get(1..) == Some(ids) && special(rendered.ids.first()) {
         let detail = format!("the template begins with the special token {}, the record does not", rendered.ids[0]);
-        return Some(Compared { text: rendered.tail(1), difference: Some((Reason::BosDuplicate, 1, detail)) });
+        return Some(Comparison { text: rendered.tail(1), difference: Some((Reason::BosDuplicate, 1, detail)) });
     }
     None
 }
 
 /// Recognizes repeated placeholders of images, with everything else equal.
-fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compared> {
+fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Comparison> {
     let mut sources = Vec::with_capacity(ids.len());
     let mut at = 0;
     for (index, id) in ids.iter().enumerate() {
@@ -81,7 +81,7 @@ fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compa
             sources.push(rendered.sources[at]);
             at += 1;
         } else if index > 0 && ids[index - 1] == *id && tokenizer.is_added(*id) {
-            sources.push(types::GIVEN);
+            sources.push(types::PROMPT);
         } else {
             return None;
         }
@@ -90,7 +90,7 @@ fn expanded(ids: &[u32], rendered: &Text, tokenizer: &Tokenizer) -> Option<Compa
     let text = Text::new(ids.to_vec(), sources);
     let detail = format!("{pads} placeholder tokens more than the template writes: an image was expanded");
     (at == rendered.ids.len())
-        .then_some(Compared { text, difference: Some((Reason::MultimodalExpansion, pads, detail)) })
+        .then_some(Comparison { text, difference: Some((Reason::MultimodalExpansion, pads, detail)) })
 }
 
 /// The names of a difference, and whether the turn may stay in one history with the turns after it.

@@ -1,6 +1,6 @@
 //! Finds the branch that the prompt of a generation continues, or starts a new one.
 //!
-//! The method depends on how the record gives the prompt: as ids, ids after an earlier turn, plain text, messages, or
+//! The method depends on the recorded form of the prompt: as ids, ids after an earlier turn, plain text, messages, or
 //! not at all.
 //!
 //! Servers and templates disagree about the end of a turn. `<|return|>` becomes `<|end|>` in the history. A stop token
@@ -12,8 +12,8 @@ use super::branch::{Branch, common_prefix};
 use super::images::Keyed;
 use super::prompt::{Closing, Text, View};
 use super::prompt_diff::{self, compare};
-use super::resolve::{is_special, spell_all};
-use super::trace::{Loom, Place};
+use super::resolve::{decode_all, is_special};
+use super::trace::{Placement, TraceAligner};
 use super::types;
 use crate::error::Result;
 use crate::findings::Reason;
@@ -25,9 +25,9 @@ use std::sync::Arc;
 /// Number of tokens on both sides of a difference in which a date is searched for.
 const DATE_WINDOW: usize = 24;
 
-impl Loom<'_, '_> {
+impl TraceAligner<'_, '_> {
     /// Returns the place of a generation's prompt, and the rendered prompt if the template was used.
-    pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Place, Option<Arc<str>>)> {
+    pub fn place(&mut self, turn: usize, generation: &Generation) -> Result<(Placement, Option<Arc<str>>)> {
         match &generation.prompt {
             Prompt::Ids(ids) => {
                 let rendered = self.render(turn, &generation.context, true).ok();
@@ -70,67 +70,67 @@ impl Loom<'_, '_> {
         }
     }
 
-    fn headless(&mut self, turn: usize, generation: &Generation, why: &str) -> Place {
+    fn headless(&mut self, turn: usize, generation: &Generation, why: &str) -> Placement {
         let count = generation.tokens.len();
-        self.find(Reason::PromptMismatch, turn, 0, count, format!("{why}; what was sampled is held, not trained"));
-        Place::Headless
+        self.report(Reason::PromptMismatch, turn, 0, count, format!("{why}; what was sampled is held, not trained"));
+        Placement::UnknownPrefix
     }
 
     /// Places a prompt that consists of ids after the last sampled token of generation `earlier`.
-    fn place_after(&mut self, turn: usize, earlier: u32, ids: &[u32]) -> Place {
+    fn place_after(&mut self, turn: usize, earlier: u32, ids: &[u32]) -> Placement {
         let end = self.ends.get(earlier as usize).copied().flatten();
         let Some((at, length)) = end.filter(|_| (earlier as usize) < turn) else {
             let generation = &self.trace.generations[turn];
             return self.headless(turn, generation, &format!("the prompt follows turn {earlier}, which is not held"));
         };
-        if self.woven.branches[at].headless {
+        if self.aligned.branches[at].prefix_unknown {
             let count = self.trace.generations[turn].tokens.len();
             let detail = format!("the prompt of turn {earlier} is not known; what was sampled is held, not trained");
-            self.find(Reason::PromptMismatch, turn, 0, count, detail);
+            self.report(Reason::PromptMismatch, turn, 0, count, detail);
         }
-        let branch = &self.woven.branches[at];
+        let branch = &self.aligned.branches[at];
         if branch.len() == length && !branch.ended {
-            Place::Extend(at, Text::given(ids))
+            Placement::Extend(at, Text::given(ids))
         } else {
-            Place::Stem(at, length, Text::given(ids))
+            Placement::ForkAt(at, length, Text::given(ids))
         }
     }
 
     /// Places a prompt given as all its ids. It extends the longest branch that is its prefix, allowing for named
     /// edits at the ends of turns. Otherwise it is a fork.
-    fn place_ids(&mut self, turn: usize, text: View<'_>) -> Place {
+    fn place_ids(&mut self, turn: usize, text: View<'_>) -> Placement {
         self.mark_stops(text.ids);
-        let branches = &self.woven.branches;
-        let open = |at: &usize| !branches[*at].ended && !branches[*at].headless;
+        let branches = &self.aligned.branches;
+        let open = |at: &usize| !branches[*at].ended && !branches[*at].prefix_unknown;
         let extended = (0..branches.len()).filter(open).filter(|&at| text.ids.starts_with(&branches[at].ids));
         if let Some(at) = extended.max_by_key(|&at| branches[at].len()) {
-            return Place::Extend(at, text.tail(branches[at].len()));
+            return Placement::Extend(at, text.tail(branches[at].len()));
         }
         let is_stop = |id| is_special(id, self.tokenizer);
         let bridged = (0..branches.len())
             .filter(open)
             .filter_map(|at| bridge(&branches[at], text.ids, &self.scaffold.closing, is_stop).map(|found| (at, found)));
         let Some((at, bridge)) = bridged.max_by_key(|(at, _)| branches[*at].len()) else {
-            return Place::Fork(text.tail(0));
+            return Placement::Fork(text.tail(0));
         };
         let (body, previous_turn) = (branches[at].body, branches[at].last_turn());
         for (reason, position, detail) in bridge.edits {
             // An edit at the end of an earlier turn was reported when that turn was processed.
             if position >= body {
-                self.find(reason, previous_turn.unwrap_or(turn as i32).max(0) as usize, -1, 1, detail);
+                self.report(reason, previous_turn.unwrap_or(turn as i32).max(0) as usize, -1, 1, detail);
             }
         }
-        Place::Extend(at, text.tail(bridge.from))
+        Placement::Extend(at, text.tail(bridge.from))
     }
 
     /// Appends the stop token to branches that end in text and that these prompt ids continue. The stop token is then
     /// the marker of the next role, because the template writes none of its own.
     fn mark_stops(&mut self, ids: &[u32]) {
-        for branch in self.woven.branches.iter_mut().filter(|branch| branch.unmarked) {
+        for branch in self.aligned.branches.iter_mut().filter(|branch| branch.unmarked) {
             let next = ids.strip_prefix(branch.ids.as_slice()).and_then(|rest| rest.first().copied());
             if let Some(stop) = next.filter(|id| self.tokenizer.eos_ids().contains(id)) {
                 branch.stop(stop);
-                self.woven.recorded += 1;
+                self.aligned.recorded += 1;
             }
         }
     }
@@ -161,23 +161,23 @@ impl Loom<'_, '_> {
             && let Some((day, dated)) = self.as_on_that_day(turn, comparable_ids, &rendered)?
         {
             let first = compare(comparable_ids, self.encode(&dated)?, has_system, self.tokenizer);
-            self.find(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
+            self.report(Reason::DateInjected, turn, -1, count, format!("the template's date is {day} in the record"));
             if let Some((reason, count, detail)) = first.difference {
-                self.find(reason, turn, -1, count, detail);
+                self.report(reason, turn, -1, count, detail);
             }
             return Ok((restore(first.text), dated));
         }
-        self.find(reason, turn, -1, count, detail);
+        self.report(reason, turn, -1, count, detail);
         Ok((restore(compared.text), rendered))
     }
 
     /// Returns the images of the trace if the prompt of a generation has keys.
     fn keyed(&self, turn: usize) -> Option<&Keyed<'_>> {
-        self.pictures.filter(|keyed| keyed.has_keys(turn))
+        self.images.filter(|keyed| keyed.has_keys(turn))
     }
 
     /// Returns the recorded ids if they are a branch followed by the template's text. Such a prompt keeps ids as
-    /// sampled, so its ids differ from those of its text.
+    /// sampled, so its ids differ from the ids of its text.
     fn spliced(
         &mut self,
         turn: usize,
@@ -186,20 +186,20 @@ impl Loom<'_, '_> {
         rendered: &Rendered,
     ) -> Result<Option<Text>> {
         let Some(at) = self.continued(generation) else { return Ok(None) };
-        let Some(new_ids) = ids.strip_prefix(self.woven.branches[at].ids.as_slice()) else { return Ok(None) };
-        let finding_count = self.woven.findings.len();
+        let Some(new_ids) = ids.strip_prefix(self.aligned.branches[at].ids.as_slice()) else { return Ok(None) };
+        let finding_count = self.aligned.findings.len();
         if let Some(from) = self.splice(at, rendered)? {
             let template_text = self.scaffold.encode(rendered, from)?;
             let short = self.keyed(turn).map(|keyed| keyed.collapse(new_ids));
             if template_text.ids == short.as_ref().map_or(new_ids, |short| &short.ids) {
                 let template_text =
                     short.map_or(template_text.clone(), |short| short.restore(new_ids, &template_text.sources));
-                let mut text = Text::new(ids.to_vec(), self.woven.branches[at].source.clone());
+                let mut text = Text::new(ids.to_vec(), self.aligned.branches[at].source.clone());
                 text.sources.extend(template_text.sources);
                 return Ok(Some(text));
             }
         }
-        self.woven.findings.truncate(finding_count);
+        self.aligned.findings.truncate(finding_count);
         Ok(None)
     }
 
@@ -211,7 +211,7 @@ impl Loom<'_, '_> {
         let ours = self.tokenizer.encode(&rendered.text)?;
         let first = common_prefix(&ours, ids);
         let window = &ids[first.saturating_sub(DATE_WINDOW)..ids.len().min(first + DATE_WINDOW)];
-        let window_text = spell_all(window, self.tokenizer);
+        let window_text = decode_all(window, self.tokenizer);
         let Some(day) = prompt_diff::find(&String::from_utf8_lossy(&window_text)) else { return Ok(None) };
         let selection = (turn, &*self.trace.generations[turn].context);
         let dated = self.scaffold.render(&mut Session::default(), self.trace, selection, true, Some(&day))?;
@@ -226,7 +226,7 @@ impl Loom<'_, '_> {
         if self.scaffold.prints_date && !pinned && !self.dated {
             self.dated = true;
             let detail = "the template prints the date, and the record does not say which it was".to_owned();
-            self.find(Reason::DateInjected, turn, -1, 0, detail);
+            self.report(Reason::DateInjected, turn, -1, 0, detail);
         }
     }
 }
@@ -242,7 +242,7 @@ pub struct Bridge {
 
 /// Compares `branch` and `ids` from the start. Returns `None` if they differ anywhere except at the end of a turn.
 ///
-/// A turn ends with a token for which `is_stop` is true. A turn that was cut off ends with a part of its text, which
+/// A turn ends with a token for which `is_stop` is true. A truncated turn ends with a part of its text, which
 /// no prompt may omit.
 pub fn bridge(branch: &Branch<'_>, ids: &[u32], closing: &Closing, is_stop: impl Fn(u32) -> bool) -> Option<Bridge> {
     let mut bridge = Bridge::default();
@@ -320,7 +320,7 @@ fn step_over(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::align::branch::{Sampling, Stretch};
+    use crate::align::branch::{SampledAttributes, Sampling};
     use crate::align::prompt::Text;
 
     const RETURN: u32 = 90;
@@ -331,10 +331,10 @@ mod tests {
     fn branch(stop: u32, after: &[u32]) -> Branch<'static> {
         let mut branch = Branch::default();
         let give = |ids: &[u32]| Text::new(ids.to_vec(), vec![types::TEMPLATE; ids.len()]);
-        branch.give(give(&[1, 2]));
+        branch.push_unsampled(give(&[1, 2]));
         let sampling = Sampling { turn: 0, version: -1, inv_temperature: 1.0 };
-        branch.sample(&[5, 6, stop], Stretch { sampling, tier: 0, trained: true, logprobs: None });
-        branch.give(give(after));
+        branch.push_sampled(&[5, 6, stop], SampledAttributes { sampling, tier: 0, trained: true, logprobs: None });
+        branch.push_unsampled(give(after));
         branch
     }
 

@@ -1,14 +1,14 @@
-//! Align mode: the ids are those of the rendered conversation, and each recorded token passes its logprob to the
+//! Align mode: the ids are the ids of the rendered conversation, and each recorded token passes its logprob to the
 //! rendered token with the same bytes.
 //!
 //! This mode is for trainers that require re-rendered ids. A rendered token has no logprob and is masked if it covers
 //! several recorded tokens, part of one, or parts of two. Tokens after the first such token of a turn were sampled
 //! after other ids; they are masked too if `strict` is set.
 
-use super::branch::{Branch, Sampling, Stretch};
+use super::branch::{Branch, SampledAttributes, Sampling};
 use super::prompt::Text;
-use super::resolve::{Resolved, excerpt, spell_all};
-use super::trace::{Loom, Woven};
+use super::resolve::{Resolution, decode_all, excerpt};
+use super::trace::{AlignedTrace, TraceAligner};
 use super::types::{self, Merge};
 use super::{diff, prompt_diff};
 use crate::error::Result;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 /// The values that one token of the branch receives from a recorded token.
 #[derive(Clone, Copy)]
-struct Lent {
+struct TokenValues {
     logprob: f32,
     level: u8,
 }
@@ -30,7 +30,7 @@ struct Lent {
 /// A rendered token with received values, and whether its turn is trained in this branch.
 #[derive(Clone, Copy)]
 struct Cell {
-    lent: Lent,
+    token_values: TokenValues,
     own: bool,
     trained: bool,
     sampling: Sampling,
@@ -39,13 +39,13 @@ struct Cell {
 impl Cell {
     /// Returns the values that neighbouring tokens must share to be in one stretch.
     fn kind(&self) -> (Sampling, u8, bool) {
-        (self.sampling, self.lent.level, self.trained)
+        (self.sampling, self.token_values.level, self.trained)
     }
 }
 
-impl<'a> Loom<'a, '_> {
+impl<'a> TraceAligner<'a, '_> {
     /// Builds one branch for each conversation that no later call continues.
-    pub fn rerender(mut self) -> Result<Woven<'a>> {
+    pub fn rerender(mut self) -> Result<AlignedTrace<'a>> {
         let generations = &self.trace.generations;
         let path = |generation: &Generation| {
             let mut path = generation.context.clone();
@@ -65,7 +65,7 @@ impl<'a> Loom<'a, '_> {
             self.check_shown(turn, &conversation, Some(&rendered), None);
             let text = self.scaffold.encode(&rendered, 0)?;
             let outside = self.tokenizer.first_outside(&text.ids).map(|at| text.ids[at]);
-            let (_, ends) = self.tokenizer.encode_held(Arc::clone(&rendered.text), 0)?;
+            let (_, ends) = self.tokenizer.encode_with_ends_shared(Arc::clone(&rendered.text), 0)?;
             let mut cells = vec![None; text.ids.len()];
             for earlier in 0..=turn {
                 if messages.starts_with(&path(&generations[earlier])) {
@@ -86,11 +86,11 @@ impl<'a> Loom<'a, '_> {
                 continue;
             }
             let mut branch = Branch::default();
-            branch.give(text);
+            branch.push_unsampled(text);
             mark(&mut branch, &cells);
-            self.woven.branches.push(branch);
+            self.aligned.branches.push(branch);
         }
-        Ok(self.woven)
+        Ok(self.aligned)
     }
 
     /// Sets the values of generation `turn` on the tokens that show it. `own` is true if the turn is trained in this
@@ -105,43 +105,43 @@ impl<'a> Loom<'a, '_> {
         let generation = &self.trace.generations[turn];
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolved = self.resolve(generation, content);
+        let mut resolution = self.resolve(generation, content);
         if own {
-            self.woven.recorded += generation.tokens.len() as u64;
-            resolved.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);
-            self.woven.findings.append(&mut resolved.findings);
+            self.aligned.recorded += generation.tokens.len() as u64;
+            resolution.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);
+            self.aligned.findings.append(&mut resolution.findings);
         }
-        if resolved.foreign || resolved.ids.is_empty() {
+        if resolution.foreign || resolution.ids.is_empty() {
             let count = generation.tokens.len();
-            if own && !resolved.foreign && count > 0 {
+            if own && !resolution.foreign && count > 0 {
                 let detail =
                     format!("{count} logprobs without tokens: no rendered token can be told to be one of them");
-                self.find(Reason::CountMismatch, turn, 0, count, detail);
+                self.report(Reason::CountMismatch, turn, 0, count, detail);
             }
             return Ok(());
         }
-        if own && !resolved.all_known() {
-            let (first, count) = (resolved.known_first(), resolved.ids.len());
+        if own && !resolution.all_known() {
+            let (first, count) = (resolution.known_first(), resolution.ids.len());
             let detail = format!("the id of token {first} cannot be known; {} tokens are left out", count - first);
-            self.find(resolved.why_unknown(first), turn, first as i32, count - first, detail);
+            self.report(resolution.why_unknown(first), turn, first as i32, count - first, detail);
         }
         let Some(span) = self.span_of(turn, rendered)? else {
             if own {
                 let detail = "the rendered conversation does not show this turn behind its prompt".to_owned();
-                self.find(Reason::PrefixNotExtended, turn, 0, resolved.ids.len(), detail);
+                self.report(Reason::PrefixNotExtended, turn, 0, resolution.ids.len(), detail);
             }
             return Ok(());
         };
         let media = self.media_in_prompt(generation);
-        let lent = self.lend(turn, own, &resolved, &span, (rendered, text, ends), message);
+        let token_values = self.match_tokens(turn, own, &resolution, &span, (rendered, text, ends), message);
         let sampling = self.sampling(turn, generation);
         let trained = own && media.is_none();
         if let Some(media) = media.filter(|_| own) {
-            self.hold(turn, lent.len(), media);
+            self.hold(turn, token_values.len(), media);
         }
-        for (at, lent) in lent {
-            self.woven.exact += u64::from(trained && !lent.logprob.is_nan());
-            cells[at] = Some(Cell { lent, own, trained, sampling });
+        for (at, token_values) in token_values {
+            self.aligned.exact += u64::from(trained && !token_values.logprob.is_nan());
+            cells[at] = Some(Cell { token_values, own, trained, sampling });
         }
         Ok(())
     }
@@ -162,52 +162,53 @@ impl<'a> Loom<'a, '_> {
     }
 
     /// Returns, for each rendered token of the turn that receives values, its index in the branch and the values.
-    fn lend(
+    fn match_tokens(
         &mut self,
         turn: usize,
         own: bool,
-        resolved: &Resolved<'_>,
+        resolution: &Resolution<'_>,
         span: &Range<usize>,
         (rendered, text, ends): (&Rendered, &Text, &[u32]),
         message: Option<&Value>,
-    ) -> Vec<(usize, Lent)> {
-        let stop = resolved
+    ) -> Vec<(usize, TokenValues)> {
+        let stop = resolution
             .ids
             .len()
             .checked_sub(1)
-            .filter(|&last| resolved.is_known(last) && self.tokenizer.is_special(resolved.ids[last]));
-        let known = resolved.known_first().min(stop.unwrap_or(usize::MAX));
-        let spelled = spell_all(&resolved.ids[..known], self.tokenizer);
+            .filter(|&last| resolution.is_known(last) && self.tokenizer.is_special(resolution.ids[last]));
+        let known = resolution.known_first().min(stop.unwrap_or(usize::MAX));
+        let spelled = decode_all(&resolution.ids[..known], self.tokenizer);
         let body = &rendered.text[span.clone()];
-        let starts = starts_in(&spelled, body.as_bytes(), &resolved.ids[..known], self.tokenizer);
+        let starts = starts_in(&spelled, body.as_bytes(), &resolution.ids[..known], self.tokenizer);
         let first = ends.partition_point(|&end| end as usize <= span.start);
-        let mut lent = Vec::new();
+        let mut token_values = Vec::new();
         let (mut exact, mut clean, mut masked) = (0, true, 0);
         let mut at = first;
         while at < ends.len() && (ends[at] as usize) <= span.end {
             let from = if at == 0 { 0 } else { ends[at - 1] as usize };
-            let source = self.one(resolved, &starts, (from, ends[at] as usize, span.start), text.ids[at]);
+            let source = self.one(resolution, &starts, (from, ends[at] as usize, span.start), text.ids[at]);
             let is_same = source.is_some_and(|source| source.1);
             clean &= is_same;
             exact += usize::from(clean);
             match source {
-                Some((values, _)) if clean || !self.options.strict => lent.push((at, values)),
+                Some((values, _)) if clean || !self.options.strict => token_values.push((at, values)),
                 _ => masked += 1,
             }
             at += 1;
         }
         if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
-            if text.ids.get(at) == Some(&resolved.ids[stop]) {
-                lent.push((at, Lent { logprob: resolved.logprob(stop), level: resolved.tier(stop) }));
+            if text.ids.get(at) == Some(&resolution.ids[stop]) {
+                token_values
+                    .push((at, TokenValues { logprob: resolution.logprob(stop), level: resolution.tier(stop) }));
             } else if own {
-                let detail = format!("sampled stop token {}, the template closes otherwise", resolved.ids[stop]);
-                self.find(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
+                let detail = format!("sampled stop token {}, the template closes otherwise", resolution.ids[stop]);
+                self.report(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
             }
         }
         if own && masked > 0 {
             self.note_masked(turn, (exact, masked), &spelled, body, message);
         }
-        lent
+        token_values
     }
 
     fn note_masked(
@@ -221,22 +222,22 @@ impl<'a> Loom<'a, '_> {
         let shown = format!("sampled {}, rendered {}", excerpt(spelled), excerpt(body.as_bytes()));
         let detail = format!("{masked} rendered tokens masked, exact_prefix_len {exact}; {shown}");
         if spelled == body.as_bytes() {
-            return self.find(Reason::NoncanonicalBpe, turn, exact as i32, masked, detail);
+            return self.report(Reason::NoncanonicalBpe, turn, exact as i32, masked, detail);
         }
         let difference = prompt_diff::difference(spelled, spelled, body, message.unwrap_or(&Value::Null));
         for &reason in difference.reasons {
-            self.find(reason, turn, exact as i32, masked, detail.clone());
+            self.report(reason, turn, exact as i32, masked, detail.clone());
         }
     }
 
     /// Returns the values for the rendered token over bytes `from..end`, and whether it is the sampled token itself.
     fn one(
         &self,
-        resolved: &Resolved<'_>,
+        resolution: &Resolution<'_>,
         starts: &[(usize, usize, usize)],
         (from, end, body): (usize, usize, usize),
         id: u32,
-    ) -> Option<(Lent, bool)> {
+    ) -> Option<(TokenValues, bool)> {
         let (from, end) = (from.checked_sub(body)?, end - body);
         let first = starts.binary_search_by_key(&from, |(start, _, _)| *start).ok()?;
         let count = starts[first..].iter().take_while(|(_, last, _)| *last <= end).count();
@@ -247,18 +248,18 @@ impl<'a> Loom<'a, '_> {
         }
         let token = run[0].2;
         if run.len() == 1 {
-            let same = resolved.ids[token] == id;
-            let lent = Lent { logprob: resolved.logprob(token), level: resolved.tier(token) };
-            return same.then_some((lent, true));
+            let same = resolution.ids[token] == id;
+            let token_values = TokenValues { logprob: resolution.logprob(token), level: resolution.tier(token) };
+            return same.then_some((token_values, true));
         }
-        let sum = || run.iter().map(|(_, _, token)| resolved.logprob(*token)).sum();
-        (self.options.merge == Merge::Sum).then(|| (Lent { logprob: sum(), level: types::ASSUMED }, false))
+        let sum = || run.iter().map(|(_, _, token)| resolution.logprob(*token)).sum();
+        (self.options.merge == Merge::Sum).then(|| (TokenValues { logprob: sum(), level: types::ASSUMED_TEXT }, false))
     }
 }
 
 /// Returns start, end (bytes of `body`) and index of the recorded tokens whose bytes occur in `body`.
 fn starts_in(spelled: &[u8], body: &[u8], ids: &[u32], tokenizer: &Tokenizer) -> Vec<(usize, usize, usize)> {
-    let equal_runs = diff::same(spelled, body);
+    let equal_runs = diff::equal_runs(spelled, body);
     let mut runs = equal_runs.iter().peekable();
     let mut tokens = Vec::new();
     let mut at = 0;
@@ -282,9 +283,9 @@ fn mark(branch: &mut Branch<'_>, cells: &[Option<Cell>]) {
         let (start, end) = (at, at + run.len());
         at = end;
         let Some(first) = run[0] else { continue };
-        let logprob = |cell: &Cell| if cell.own { cell.lent.logprob } else { f32::NAN };
+        let logprob = |cell: &Cell| if cell.own { cell.token_values.logprob } else { f32::NAN };
         let logprobs = Some(run.iter().flatten().map(logprob).collect());
         let (sampling, tier, trained) = first.kind();
-        branch.mark(start, end, Stretch { sampling, tier, trained, logprobs });
+        branch.mark(start, end, SampledAttributes { sampling, tier, trained, logprobs });
     }
 }

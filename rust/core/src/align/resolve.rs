@@ -8,7 +8,7 @@
 #[cfg(test)]
 mod tests;
 
-use super::hidden_tokens::{self, Choice, REPLACEMENT, Seen, Setting, Whole};
+use super::hidden_tokens::{self, Choice, CompleteText, REPLACEMENT, RecorderFacts, ShownToken};
 use super::types;
 use crate::findings::{Finding, Reason};
 use crate::pool;
@@ -28,52 +28,52 @@ pub fn resolve<'a>(
     content: Option<&str>,
     recorder: &Recorder<'_>,
     lookup: &mut Lookup,
-) -> Resolved<'a> {
+) -> Resolution<'a> {
     let (tokens, tokenizer) = (&generation.tokens, recorder.tokenizer);
     let listing = Listing { generation, content: generation.text.as_deref().or(content), tokenizer, recorder };
-    let mut resolved = Resolved::default();
+    let mut resolution = Resolution::default();
     if let Some(ids) = &tokens.ids {
         let level = if generation.prompt.ids().is_some() { types::IDS_AND_PROMPT } else { types::IDS };
-        from_ids(listing, ids, level, &mut resolved);
+        from_ids(listing, ids, level, &mut resolution);
     } else if tokens.bytes.is_some() || tokens.texts.is_some() {
-        from_pieces(listing, lookup, &mut resolved);
+        from_pieces(listing, lookup, &mut resolution);
         if tokenizer.vocab_size() > tokenizer.model_vocab_size()
-            && let Some(at) = tokenizer.first_outside(&resolved.ids)
+            && let Some(at) = tokenizer.first_outside(&resolution.ids)
         {
-            outside(at, &mut resolved, tokenizer);
+            outside(at, &mut resolution, tokenizer);
         }
     }
-    attach_logprobs(generation, &mut resolved);
-    resolved
+    attach_logprobs(generation, &mut resolution);
+    resolution
 }
 
-fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolved: &mut Resolved<'a>) {
+fn from_ids<'a>(listing: Listing<'a, '_>, ids: &'a [u32], level: u8, resolution: &mut Resolution<'a>) {
     let (tokens, content, tokenizer) = (&listing.generation.tokens, listing.content, listing.tokenizer);
     if let Some(at) = tokenizer.first_outside(ids) {
-        resolved.take(Cow::Borrowed(ids), level);
-        return outside(at, resolved, tokenizer);
+        resolution.take(Cow::Borrowed(ids), level);
+        return outside(at, resolution, tokenizer);
     }
     let bare = content.filter(|_| tokens.bytes.is_none() && tokens.texts.is_none());
     let match_of_text = bare.and_then(|content| begin_with(ids.iter(), content.as_bytes(), tokenizer));
-    resolved.said = match_of_text.and_then(|(count, ends)| ends.then_some(count));
+    resolution.text_ids = match_of_text.and_then(|(count, ends)| ends.then_some(count));
     if match_of_text.is_none()
         && let Some(detail) = contradiction(ids, tokens, content, tokenizer)
     {
-        resolved.find(Reason::TokenizerMismatch, 0, ids.len(), detail);
-        resolved.foreign = true;
+        resolution.report(Reason::TokenizerMismatch, 0, ids.len(), detail);
+        resolution.foreign = true;
         return;
     }
-    resolved.take(Cow::Borrowed(ids), level);
+    resolution.take(Cow::Borrowed(ids), level);
 }
 
 /// Handles a record of another vocabulary. All its tokens are lost, because nothing can follow the one at `at`.
-fn outside(at: usize, resolved: &mut Resolved<'_>, tokenizer: &Tokenizer) {
-    let ids = std::mem::take(&mut resolved.ids);
+fn outside(at: usize, resolution: &mut Resolution<'_>, tokenizer: &Tokenizer) {
+    let ids = std::mem::take(&mut resolution.ids);
     let (id, size, count) = (ids[at], tokenizer.model_vocab_size(), ids.len());
     let detail =
         format!("id {id} of token {at} is not in the model's vocabulary of {size}; {count} tokens are left out");
-    resolved.find(Reason::VocabOutOfRange, 0, ids.len(), detail);
-    resolved.foreign = true;
+    resolution.report(Reason::VocabOutOfRange, 0, ids.len(), detail);
+    resolution.foreign = true;
 }
 
 /// Describes how the record contradicts these ids, or returns `None` if it does not.
@@ -131,7 +131,7 @@ fn is_plain(data: &[u8]) -> bool {
 /// Describes the content if the ids do not decode to it, with or without their special tokens.
 fn describe_missing(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option<String> {
     let content = Some(content.trim()).filter(|text| !text.is_empty() && !text.contains('\u{FFFD}'))?;
-    let (plain, with_specials) = (spell(ids, tokenizer), spell_all(ids, tokenizer));
+    let (plain, with_specials) = (decode_text(ids, tokenizer), decode_all(ids, tokenizer));
     // A server may have written the reasoning into the content, between its own tags.
     let mut parts = content.split("<reasoning>").flat_map(|part| part.split("</reasoning>")).map(str::trim);
     if contains(&plain, content.as_bytes()) || parts.all(|part| contains(&with_specials, part.as_bytes())) {
@@ -141,7 +141,7 @@ fn describe_missing(ids: &[u32], content: &str, tokenizer: &Tokenizer) -> Option
 }
 
 /// Counts the leading `ids` that decode to `text`, including ids without bytes after it. Also returns whether the text
-/// ends at the end of a token. Returns `None` if the ids do not begin with the text.
+/// ends at the end of a token. Returns `None` if the ids do not start with the text.
 fn begin_with<'i>(ids: impl Iterator<Item = &'i u32>, text: &[u8], tokenizer: &Tokenizer) -> Option<(usize, bool)> {
     let (mut remaining, mut count) = (text, 0);
     for &id in ids {
@@ -160,41 +160,46 @@ fn contains(text: &[u8], part: &[u8]) -> bool {
     part.is_empty() || memchr::memmem::find(text, part).is_some()
 }
 
-fn attach_logprobs<'a>(generation: &'a Generation, resolved: &mut Resolved<'a>) {
+fn attach_logprobs<'a>(generation: &'a Generation, resolution: &mut Resolution<'a>) {
     let tokens = &generation.tokens;
-    let count = resolved.ids.len();
+    let count = resolution.ids.len();
     let Some(logprobs) = &tokens.logprobs else {
         if count > 0 {
-            resolved.find(Reason::MissingLogprob, 0, count, "the record has no logprobs".into());
+            resolution.report(Reason::MissingLogprob, 0, count, "the record has no logprobs".into());
         }
         return;
     };
-    if resolved.foreign || count == 0 {
+    if resolution.foreign || count == 0 {
         return; // logprobs without tokens are used later, with a text
     }
     if logprobs.len() > count && count > 0 && matches!(generation.stop, Stop::Text(_)) {
         // TensorRT-LLM removes the stop string's tokens from the ids but keeps their logprobs.
         let extra = logprobs.len() - count;
-        resolved.find(Reason::StopStringTruncated, count, extra, format!("{extra} logprobs belong to the stop string"));
+        resolution.report(
+            Reason::StopStringTruncated,
+            count,
+            extra,
+            format!("{extra} logprobs belong to the stop string"),
+        );
     } else if logprobs.len() != count {
         let detail = format!("{count} tokens but {} logprobs", logprobs.len());
-        resolved.find(Reason::CountMismatch, 0, count, detail);
+        resolution.report(Reason::CountMismatch, 0, count, detail);
         return;
     }
-    resolved.logprobs = Some(&logprobs[..count]);
+    resolution.logprobs = Some(&logprobs[..count]);
     if tokens.missing > 0 {
         let detail = format!("{} logprobs are null, NaN or -inf", tokens.missing);
-        resolved.find(Reason::MissingLogprob, usize::MAX, tokens.missing as usize, detail);
+        resolution.report(Reason::MissingLogprob, usize::MAX, tokens.missing as usize, detail);
     }
     if tokens.invalid > 0 {
         let detail = format!("{} logprobs are positive or the -9999 sentinel", tokens.invalid);
-        resolved.find(Reason::InvalidLogprob, usize::MAX, tokens.invalid as usize, detail);
+        resolution.report(Reason::InvalidLogprob, usize::MAX, tokens.invalid as usize, detail);
     }
 }
 
 /// The sampled tokens of one generation, as far as they are known.
 #[derive(Debug, Default)]
-pub struct Resolved<'a> {
+pub struct Resolution<'a> {
     /// Ids; 0 if unknown.
     pub ids: Cow<'a, [u32]>,
     /// Whether each id is known; empty if all are.
@@ -202,12 +207,12 @@ pub struct Resolved<'a> {
     /// Tier of each token; empty if all tokens have `level`.
     tiers: Vec<u8>,
     level: u8,
-    /// Logprobs, NaN if unknown; `None` if no logprob is known.
+    /// Logprobs, NaN if unknown; `None` if all are unknown.
     pub logprobs: Option<&'a [f32]>,
     /// Findings of the resolution.
     pub findings: Vec<Finding>,
     /// Number of ids that decode to the text, if they match it from start to end and this was checked.
-    pub said: Option<usize>,
+    pub text_ids: Option<usize>,
     /// True if the record is of another vocabulary. Nothing of it can be used.
     pub foreign: bool,
     /// Runs of unknown ids with known text, in order.
@@ -227,13 +232,13 @@ pub struct Run {
     pub entry: Option<u32>,
 }
 
-impl<'a> Resolved<'a> {
+impl<'a> Resolution<'a> {
     /// Sets ids that are all known and all of one tier.
     pub(super) fn take(&mut self, ids: Cow<'a, [u32]>, level: u8) {
         (self.ids, self.level) = (ids, level);
     }
 
-    /// Appends one id with its own tier. Do not mix with [`Resolved::take`].
+    /// Appends one id with its own tier. Do not mix with [`Resolution::take`].
     pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
         self.ids.to_mut().push(id.unwrap_or(0));
         self.known.push(id.is_some());
@@ -255,7 +260,7 @@ impl<'a> Resolved<'a> {
         self.runs.sort_by_key(|run| run.first);
     }
 
-    /// Returns the run that begins at token `first`.
+    /// Returns the run that starts at token `first`.
     pub fn run_at(&self, first: usize) -> Option<&Run> {
         self.runs.binary_search_by_key(&first, |run| run.first).ok().map(|at| &self.runs[at])
     }
@@ -301,7 +306,7 @@ impl<'a> Resolved<'a> {
         self.unknown[..count].last().map_or(Reason::PartialUtf8, |(_, reason)| *reason)
     }
 
-    pub(super) fn find(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
+    pub(super) fn report(&mut self, reason: Reason, token: usize, count: usize, detail: String) {
         let finding = Finding { reason, turn: 0, token: token as i32, count: count as i32, detail };
         self.findings.push(finding);
     }
@@ -322,38 +327,39 @@ pub struct Listing<'a, 'r> {
 }
 
 /// Resolves a list of tokens with texts or bytes.
-pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+pub fn from_pieces(listing: Listing<'_, '_>, lookup: &mut Lookup, resolution: &mut Resolution<'_>) {
     let Listing { generation, tokenizer, .. } = listing;
     let stop = stop_token(generation, tokenizer, generation.tokens.len());
-    by_pieces(listing, stop, lookup, resolved);
-    if resolved.foreign {
+    by_pieces(listing, stop, lookup, resolution);
+    if resolution.foreign {
         return;
     }
-    // The stop token is known by its id.
-    let listed = resolved.ids.len() - usize::from(stop.is_some());
-    doubt_spaces(listing, listed, resolved);
+    // The stop token is identified by its id.
+    let listed = resolution.ids.len() - usize::from(stop.is_some());
+    doubt_spaces(listing, listed, resolution);
     if tokenizer.has_shared() {
-        doubt_shared(tokenizer, listed, resolved);
+        doubt_shared(tokenizer, listed, resolution);
     }
 }
 
 /// Marks tokens as unknown if the recorder may have removed their leading space: `Hello` may then be either of two
 /// entries, with and without the space.
 ///
-/// Servers that decode tokens one by one remove the space of each token; others remove only that of the first.
-fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved<'_>) {
+/// Servers that decode tokens one by one remove the space of each token; others remove only the first one's.
+fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolution: &mut Resolution<'_>) {
     let Listing { generation, content, tokenizer, recorder } = listing;
     if !tokenizer.drops_first_space() {
         return;
     }
-    let spells_content =
-        || resolved.all_known() && content.is_some_and(|text| spell(&resolved.ids, tokenizer) == text.as_bytes());
+    let spells_content = || {
+        resolution.all_known() && content.is_some_and(|text| decode_text(&resolution.ids, tokenizer) == text.as_bytes())
+    };
     let keeps = recorder.keeps_spaces() || (listed > 1 && spells_content());
     let has_spaced = |bytes: &[u8]| tokenizer.id_of_bytes(&[b" ", bytes].concat()).is_some();
     let doubtful = |index: &usize| {
-        let (index, id) = (*index, resolved.ids[*index]);
+        let (index, id) = (*index, resolution.ids[*index]);
         let bytes = tokenizer.token_bytes(id).unwrap_or_default();
-        match resolved.is_known(index) {
+        match resolution.is_known(index) {
             true if keeps => index == 0 && !tokenizer.is_special(id) && !bytes.starts_with(b" ") && has_spaced(bytes),
             // A token that shows nothing may be a single space.
             true if tokenizer.is_special(id) => shows_nothing(&generation.tokens, index) && has_spaced(b""),
@@ -362,23 +368,23 @@ fn doubt_spaces(listing: Listing<'_, '_>, listed: usize, resolved: &mut Resolved
     };
     let tokens: Vec<usize> = (0..if keeps { listed.min(1) } else { listed }).filter(doubtful).collect();
     if let Some(&first) = tokens.first() {
-        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let bytes = excerpt(tokenizer.token_bytes(resolution.ids[first]).unwrap_or_default());
         let detail =
             format!("{bytes} is two tokens, with a space before it and without; so are {} in all", tokens.len());
-        resolved.find(Reason::NormalizerChanged, first, tokens.len(), detail);
-        resolved.doubt(&tokens, Reason::NormalizerChanged, tokenizer);
+        resolution.report(Reason::NormalizerChanged, first, tokens.len(), detail);
+        resolution.doubt(&tokens, Reason::NormalizerChanged, tokenizer);
     }
 }
 
 /// Marks tokens as unknown if another entry shows the same text: `<0x20>` and `▁` are both a space.
-fn doubt_shared(tokenizer: &Tokenizer, listed: usize, resolved: &mut Resolved<'_>) {
-    let is_ambiguous = |index: &usize| resolved.is_known(*index) && tokenizer.is_shared(resolved.ids[*index]);
+fn doubt_shared(tokenizer: &Tokenizer, listed: usize, resolution: &mut Resolution<'_>) {
+    let is_ambiguous = |index: &usize| resolution.is_known(*index) && tokenizer.is_shared(resolution.ids[*index]);
     let tokens: Vec<usize> = (0..listed).filter(is_ambiguous).collect();
     if let Some(&first) = tokens.first() {
-        let bytes = excerpt(tokenizer.token_bytes(resolved.ids[first]).unwrap_or_default());
+        let bytes = excerpt(tokenizer.token_bytes(resolution.ids[first]).unwrap_or_default());
         let detail = format!("two entries of the vocabulary are {bytes}; so it is with {} tokens in all", tokens.len());
-        resolved.find(Reason::SharedBytes, first, tokens.len(), detail);
-        resolved.doubt(&tokens, Reason::SharedBytes, tokenizer);
+        resolution.report(Reason::SharedBytes, first, tokens.len(), detail);
+        resolution.doubt(&tokens, Reason::SharedBytes, tokenizer);
     }
 }
 
@@ -387,7 +393,7 @@ fn shows_nothing(tokens: &Tokens, index: usize) -> bool {
     empty(&tokens.bytes) && empty(&tokens.texts)
 }
 
-fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, resolved: &mut Resolved<'_>) {
+fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, resolution: &mut Resolution<'_>) {
     let Listing { generation, content, tokenizer, recorder } = listing;
     let tokens = &generation.tokens;
     let count = tokens.len();
@@ -395,36 +401,36 @@ fn by_pieces(listing: Listing<'_, '_>, stop: Option<u32>, lookup: &mut Lookup, r
     let level = if tokens.bytes.is_some() { types::BYTES } else { types::TEXT };
     if let Some(mut ids) = all_by_own_bytes(tokens, listed, tokenizer, lookup) {
         ids.extend(stop);
-        return resolved.take(Cow::Owned(ids), level);
+        return resolution.take(Cow::Owned(ids), level);
     }
-    let mut seen: Vec<Seen<'_>> = Vec::with_capacity(count);
+    let mut seen: Vec<ShownToken<'_>> = Vec::with_capacity(count);
     let mut glyphs = 0;
     for index in 0..listed {
-        let after_hidden = matches!(seen.last(), Some(Seen::Nothing));
+        let after_hidden = matches!(seen.last(), Some(ShownToken::Nothing));
         match see(tokens, index, after_hidden, tokenizer, &mut glyphs) {
             Ok(piece) => seen.push(piece),
             Err(bytes) => {
                 let shown = excerpt(&bytes);
                 let detail = format!("token {index}, {shown}, is not in the vocabulary; {count} tokens are left out");
-                resolved.find(Reason::TokenizerMismatch, 0, count, detail);
-                resolved.foreign = true;
+                resolution.report(Reason::TokenizerMismatch, 0, count, detail);
+                resolution.foreign = true;
                 return;
             }
         }
     }
     if glyphs > 0 {
         let detail = format!("{glyphs} tokens are written in the byte-level alphabet");
-        resolved.find(Reason::GlyphText, 0, glyphs, detail);
+        resolution.report(Reason::GlyphText, 0, glyphs, detail);
     }
-    seen.extend(stop.map(Seen::Id));
-    let id = |piece: &Seen<'_>| if let Seen::Id(id) = piece { Some(*id) } else { None };
+    seen.extend(stop.map(ShownToken::Id));
+    let id = |piece: &ShownToken<'_>| if let ShownToken::Id(id) = piece { Some(*id) } else { None };
     if let Some(ids) = seen.iter().map(id).collect::<Option<Vec<u32>>>() {
-        return ids.into_iter().for_each(|id| resolved.push(Some(id), level));
+        return ids.into_iter().for_each(|id| resolution.push(Some(id), level));
     }
-    let setting = Setting { tokenizer, hides_specials: recorder.hides_specials() };
-    if !by_whole(listing, &seen, setting, level, resolved) {
+    let facts = RecorderFacts { tokenizer, hides_specials: recorder.hides_specials() };
+    if !by_whole(listing, &seen, facts, level, resolution) {
         let broken = content.is_some_and(|text| text.contains('\u{FFFD}'));
-        by_runs(&seen, setting, level, broken, resolved);
+        by_runs(&seen, facts, level, broken, resolution);
     }
 }
 
@@ -458,21 +464,21 @@ fn all_by_own_bytes(tokens: &Tokens, listed: usize, tokenizer: &Tokenizer, looku
     Some(ids)
 }
 
-/// Returns what the record shows of token `index`. Returns its bytes as the error if the vocabulary lacks them.
+/// Returns the recorded text of token `index`. Returns its bytes as the error if the vocabulary lacks them.
 fn see<'a>(
     tokens: &'a Tokens,
     index: usize,
     after_hidden: bool,
     tokenizer: &Tokenizer,
     glyphs: &mut usize,
-) -> Result<Seen<'a>, Vec<u8>> {
+) -> Result<ShownToken<'a>, Vec<u8>> {
     // A recorder that writes glyphs hides nothing. After a hidden token, a text is therefore literal.
     let own = own_bytes(tokens, index, tokenizer).filter(|(_, written)| !after_hidden || *written != Written::Glyphs);
     let shown = |pieces: &'a Option<Pieces>| std::str::from_utf8(pieces.as_ref()?.get(index)?).ok();
     let Some((bytes, written)) = own else {
         let text = |pieces| shown(pieces).filter(|text| !text.is_empty());
         let shown = text(&tokens.texts).or_else(|| text(&tokens.bytes));
-        return Ok(shown.map_or(Seen::Nothing, Seen::Text));
+        return Ok(shown.map_or(ShownToken::Nothing, ShownToken::Text));
     };
     *glyphs += usize::from(written == Written::Glyphs);
     let text = || std::str::from_utf8(&bytes).ok();
@@ -480,23 +486,26 @@ fn see<'a>(
     // After hidden tokens, a text may belong to them too if its last character is not ASCII and can be split.
     let may_be_joint = after_hidden && text().is_some_and(|text| !text.ends_with(|last: char| last.is_ascii()));
     match id {
-        Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(Seen::Id(id)),
+        Some(id) if !may_be_joint || tokenizer.is_special(id) => Ok(ShownToken::Id(id)),
         _ if !may_be_joint => Err(bytes.into_owned()),
         _ => {
             let same = |text: &&str| text.as_bytes() == &*bytes;
             let text = shown(&tokens.bytes).filter(same).or_else(|| shown(&tokens.texts).filter(same));
-            text.map_or_else(|| id.map(Seen::Id).ok_or_else(|| bytes.into_owned()), |text| Ok(Seen::Text(text)))
+            text.map_or_else(
+                || id.map(ShownToken::Id).ok_or_else(|| bytes.into_owned()),
+                |text| Ok(ShownToken::Text(text)),
+            )
         }
     }
 }
 
-/// Determines the ids by the complete text of the generation. Returns false if that is not the text of these tokens.
+/// Determines the ids by the complete text of the generation. Returns false if these tokens have another text.
 fn by_whole(
     Listing { generation, content, .. }: Listing<'_, '_>,
-    seen: &[Seen<'_>],
-    setting: Setting<'_>,
+    seen: &[ShownToken<'_>],
+    facts: RecorderFacts<'_>,
     level: u8,
-    resolved: &mut Resolved<'_>,
+    resolution: &mut Resolution<'_>,
 ) -> bool {
     let Some(text) = content.filter(|text| !text.is_empty()) else { return false };
     let may_go_on = !matches!(generation.finish_reason.as_deref(), Some("length"));
@@ -505,9 +514,11 @@ fn by_whole(
         _ => None,
     };
     let texts = with_stop.iter().map(String::as_str).chain([text]);
-    let wholes = texts.flat_map(|text| [false, true].map(|with_specials| Whole { text, may_go_on, with_specials }));
+    let wholes = texts.flat_map(|text| {
+        [false, true].map(|with_specials| CompleteText { text, may_continue: may_go_on, with_specials })
+    });
     for text_option in wholes {
-        let Some(solution) = hidden_tokens::whole(seen, text_option, setting) else { continue };
+        let Some(solution) = hidden_tokens::solve(seen, text_option, facts) else { continue };
         let broken = |index: usize| {
             let start = solution.starts[..=index].iter().rev().find_map(|start| *start).unwrap_or(0) as usize;
             let end = solution.starts[index + 1..]
@@ -516,13 +527,13 @@ fn by_whole(
                 .map_or(text_option.text.len(), |end| end as usize);
             text_option.text.get(start..end).is_some_and(|text| text.contains('\u{FFFD}'))
         };
-        push(seen, &solution.choices, level, &broken, resolved);
+        push(seen, &solution.choices, level, &broken, resolution);
         let mut at = 0;
-        while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
-            let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
+        while let Some(first) = (at..seen.len()).find(|&index| !resolution.is_known(index)) {
+            let end = (first..seen.len()).find(|&index| resolution.is_known(index)).unwrap_or(seen.len());
             if let (Some(start), Some(end_byte)) = (solution.starts[first], solution.starts[end]) {
                 let text = text_option.text.as_bytes()[start as usize..end_byte as usize].to_vec();
-                resolved.runs.push(Run { first, end, bytes: text, entry: None });
+                resolution.runs.push(Run { first, end, bytes: text, entry: None });
             }
             at = end;
         }
@@ -532,48 +543,60 @@ fn by_whole(
 }
 
 /// Determines the ids run by run, from what the token after hidden ones shows. Used if the complete text is not known.
-fn by_runs(seen: &[Seen<'_>], setting: Setting<'_>, level: u8, broken: bool, resolved: &mut Resolved<'_>) {
+fn by_runs(
+    seen: &[ShownToken<'_>],
+    facts: RecorderFacts<'_>,
+    level: u8,
+    broken: bool,
+    resolution: &mut Resolution<'_>,
+) {
     let mut choices = Vec::with_capacity(seen.len());
     let mut runs = Vec::new();
     while choices.len() < seen.len() {
         let at = choices.len();
-        let hidden = seen[at..].iter().take_while(|piece| matches!(piece, Seen::Nothing)).count();
+        let hidden = seen[at..].iter().take_while(|piece| matches!(piece, ShownToken::Nothing)).count();
         match seen.get(at + hidden) {
-            Some(Seen::Text(text)) => {
-                choices.extend(hidden_tokens::run(hidden, Some(text), setting));
+            Some(ShownToken::Text(text)) => {
+                choices.extend(hidden_tokens::solve_run(hidden, Some(text), facts));
                 if !text.contains('\u{FFFD}') && choices[at].id().is_none() {
                     runs.push(Run { first: at, end: choices.len(), bytes: text.as_bytes().to_vec(), entry: None });
                 }
             }
-            Some(Seen::Id(id)) => {
-                choices.extend(hidden_tokens::run(hidden, None, setting));
+            Some(ShownToken::Id(id)) => {
+                choices.extend(hidden_tokens::solve_run(hidden, None, facts));
                 choices.push(Choice::One(*id));
             }
-            Some(Seen::Nothing) | None => choices.extend(hidden_tokens::run(hidden, None, setting)),
+            Some(ShownToken::Nothing) | None => choices.extend(hidden_tokens::solve_run(hidden, None, facts)),
         }
     }
-    push(seen, &choices, level, &|_| broken, resolved);
-    resolved.runs.extend(runs);
+    push(seen, &choices, level, &|_| broken, resolution);
+    resolution.runs.extend(runs);
 }
 
 /// Stores the resolved ids and adds a finding for each run of unknown ids.
-fn push(seen: &[Seen<'_>], choices: &[Choice], level: u8, broken: &dyn Fn(usize) -> bool, resolved: &mut Resolved<'_>) {
+fn push(
+    seen: &[ShownToken<'_>],
+    choices: &[Choice],
+    level: u8,
+    broken: &dyn Fn(usize) -> bool,
+    resolution: &mut Resolution<'_>,
+) {
     for (piece, choice) in seen.iter().zip(choices) {
-        resolved.push(choice.id(), if matches!(piece, Seen::Id(_)) { level } else { types::TEXT });
+        resolution.push(choice.id(), if matches!(piece, ShownToken::Id(_)) { level } else { types::TEXT });
     }
     let mut at = 0;
-    while let Some(first) = (at..seen.len()).find(|&index| !resolved.is_known(index)) {
-        let end = (first..seen.len()).find(|&index| resolved.is_known(index)).unwrap_or(seen.len());
-        let lossy = |index: usize| matches!(seen[index], Seen::Text(text) if text.contains('\u{FFFD}'));
+    while let Some(first) = (at..seen.len()).find(|&index| !resolution.is_known(index)) {
+        let end = (first..seen.len()).find(|&index| resolution.is_known(index)).unwrap_or(seen.len());
+        let lossy = |index: usize| matches!(seen[index], ShownToken::Text(text) if text.contains('\u{FFFD}'));
         let mangled = (first..end).any(|index| lossy(index) || broken(index));
         let reason = if mangled { Reason::LossyText } else { Reason::PartialUtf8 };
         let shown: Vec<&str> =
-            (first..end).filter_map(|i| if let Seen::Text(t) = seen[i] { Some(t) } else { None }).collect();
+            (first..end).filter_map(|i| if let ShownToken::Text(t) = seen[i] { Some(t) } else { None }).collect();
         let shown = if shown.is_empty() { "nothing".to_owned() } else { excerpt(shown.concat().as_bytes()) };
         let ways = if choices[first..end].contains(&Choice::None) { "no" } else { "more than one" };
         let detail = format!("{} tokens show {shown}: {ways} way to spell it", end - first);
-        resolved.find(reason, first, end - first, detail);
-        resolved.unknown.push((first, reason));
+        resolution.report(reason, first, end - first, detail);
+        resolution.unknown.push((first, reason));
         at = end;
     }
 }
@@ -625,7 +648,7 @@ fn glyph_bytes(text: &str, tokenizer: &Tokenizer) -> Option<Vec<u8>> {
     tokenizer.glyphs_to_bytes(text).filter(|bytes| tokenizer.id_of_bytes(bytes).is_some())
 }
 
-/// Returns the stop token if the last listed piece is empty and the record says what stopped the generation.
+/// Returns the stop token if the last listed piece is empty and the record names the cause of the stop.
 fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> Option<u32> {
     let last = count.checked_sub(1)?;
     let tokens = &generation.tokens;
@@ -637,7 +660,7 @@ fn stop_token(generation: &Generation, tokenizer: &Tokenizer, count: usize) -> O
     }
     match generation.stop {
         Stop::Id(id) => Some(id).filter(|&id| tokenizer.first_outside(&[id]).is_none()),
-        Stop::Unsaid => tokenizer.stop_id(),
+        Stop::Unknown => tokenizer.stop_id(),
         Stop::Text(_) => None,
     }
 }
@@ -699,12 +722,12 @@ pub fn is_special(id: u32, tokenizer: &Tokenizer) -> bool {
 }
 
 /// Returns the bytes of the ids without special tokens, as in a server's text.
-pub fn spell(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
+pub fn decode_text(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
     spelled(ids.iter().filter(|&&id| !is_special(id, tokenizer)), tokenizer)
 }
 
 /// Returns the bytes of the ids, including special tokens.
-pub fn spell_all(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
+pub fn decode_all(ids: &[u32], tokenizer: &Tokenizer) -> Vec<u8> {
     spelled(ids.iter(), tokenizer)
 }
 
@@ -789,7 +812,7 @@ fn place_of(low: u64, high: u64, length: usize) -> usize {
 /// The sampled tokens of G generations, concatenated. The shapes are those of Python's `Recovered`.
 #[derive(Debug, Default)]
 #[allow(missing_docs, reason = "documented once, at Recovered in Python")]
-pub struct Recovered {
+pub struct RecoveredTokens {
     pub ids: Vec<i32>,
     pub tier: Vec<u8>,
     pub logprobs: Vec<f32>,
@@ -800,9 +823,9 @@ pub struct Recovered {
 }
 
 /// Returns the ids that each generation's record determines, and -1 for every other token.
-pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
+pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> RecoveredTokens {
     let parts = pool::map(traces, Lookup::default, |lookup, trace| recover_one(trace, tokenizer, lookup));
-    let mut recovered = Recovered { cu_tokens: vec![0], ..Recovered::default() };
+    let mut recovered = RecoveredTokens { cu_tokens: vec![0], ..RecoveredTokens::default() };
     for (row, part) in parts.into_iter().enumerate() {
         let base = recovered.ids.len() as i64;
         recovered.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
@@ -816,22 +839,22 @@ pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> Recovered {
     recovered
 }
 
-fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Recovered {
-    let mut recovered = Recovered::default();
+fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> RecoveredTokens {
+    let mut recovered = RecoveredTokens::default();
     let recorder = Recorder::new(trace, tokenizer);
     for (turn, generation) in trace.generations.iter().enumerate() {
         let message = trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let resolved = resolve(generation, content, &recorder, lookup);
-        if !resolved.foreign {
-            let is_known = |index: usize| resolved.is_known(index);
-            let ids = resolved.ids.iter().enumerate();
+        let resolution = resolve(generation, content, &recorder, lookup);
+        if !resolution.foreign {
+            let is_known = |index: usize| resolution.is_known(index);
+            let ids = resolution.ids.iter().enumerate();
             recovered.ids.extend(ids.map(|(index, &id)| if is_known(index) { id as i32 } else { -1 }));
-            let count = resolved.ids.len();
-            let reason = |index: usize| if is_known(index) { 0 } else { resolved.why_unknown(index) as u8 };
+            let count = resolution.ids.len();
+            let reason = |index: usize| if is_known(index) { 0 } else { resolution.why_unknown(index) as u8 };
             recovered.reason.extend((0..count).map(reason));
-            recovered.tier.extend((0..count).map(|index| resolved.tier(index)));
-            recovered.logprobs.extend((0..count).map(|index| resolved.logprob(index)));
+            recovered.tier.extend((0..count).map(|index| resolution.tier(index)));
+            recovered.logprobs.extend((0..count).map(|index| resolution.logprob(index)));
         }
         recovered.cu_tokens.push(recovered.ids.len() as i64);
         recovered.turn.push(turn as i32);
@@ -849,13 +872,13 @@ mod resolve_tests {
         let tokenizer = example();
         let stop = tokenizer.special_ids()[0];
         let ids = [tokenizer.encode("the price is 42").unwrap(), vec![stop]].concat();
-        let spelled = |count: usize| spell_all(&ids[..count], &tokenizer);
+        let spelled = |count: usize| decode_all(&ids[..count], &tokenizer);
         let text_count = ids.len() - 1;
         let match_start = |text: &[u8]| begin_with(ids.iter(), text, &tokenizer);
         assert_eq!(match_start(&spelled(text_count)), Some((text_count, true)));
         assert_eq!(match_start(&spelled(2)), Some((2, true)));
         assert_eq!(match_start(b""), Some((0, true)));
-        let inside = ids[..text_count].iter().position(|&id| spell_all(&[id], &tokenizer).len() > 1).unwrap();
+        let inside = ids[..text_count].iter().position(|&id| decode_all(&[id], &tokenizer).len() > 1).unwrap();
         assert_eq!(match_start(&spelled(text_count)[..=spelled(inside).len()]), Some((inside + 1, false)));
         assert_eq!(match_start(b"another text"), None);
         assert_eq!(match_start(&[&spelled(text_count + 1)[..], b"!"].concat()), None);
@@ -865,7 +888,7 @@ mod resolve_tests {
             (0..ids.len()).for_each(|at| pieces.push(shown(at).as_deref()));
             count_matching(&ids, &pieces, &tokenizer)
         };
-        let bytes_at = |at: usize| Some(spell_all(&ids[at..=at], &tokenizer));
+        let bytes_at = |at: usize| Some(decode_all(&ids[at..=at], &tokenizer));
         assert_eq!(listed(&bytes_at), ids.len());
         assert_eq!(listed(&|at| bytes_at(at).filter(|_| at != 1)), 1);
         assert_eq!(listed(&|at| if at == text_count { Some(Vec::new()) } else { bytes_at(at) }), text_count);

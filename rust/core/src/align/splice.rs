@@ -7,8 +7,8 @@
 use super::branch::{Branch, common_prefix};
 use super::prompt::{JOINED, Scaffold};
 use super::prompt_diff::difference;
-use super::resolve::{excerpt, spell, spell_all, spells};
-use super::trace::{Loom, Place};
+use super::resolve::{decode_all, decode_text, excerpt, spells};
+use super::trace::{Placement, TraceAligner};
 use crate::error::Result;
 use crate::findings::{Finding, Reason};
 use crate::template::Rendered;
@@ -26,7 +26,7 @@ pub struct Ending<'b> {
     pub sampled: &'b [u32],
     /// True if the last sampled id is a special token.
     pub stopped: bool,
-    /// True if the generation was cut off by a length limit, a filter or an abort.
+    /// True if the generation was truncated by a length limit, a filter or an abort.
     pub cut: bool,
     /// True if it is text whose stop token may be the marker of the next role.
     pub unmarked: bool,
@@ -40,7 +40,11 @@ pub struct Ending<'b> {
 
 /// Returns the byte of `rendered` after the ending, if the template keeps the sampled text, and the findings. The
 /// findings do not name a turn.
-pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>) -> Result<(Spliced, Vec<Finding>)> {
+pub fn splice(
+    ending: &Ending<'_>,
+    rendered: &Rendered,
+    scaffold: &Scaffold<'_>,
+) -> Result<(SplicePoint, Vec<Finding>)> {
     let start = ending.prompt.len();
     let closer = &scaffold.closer;
     let after_body = rendered.spans.iter().filter(|span| span.message == ending.message && span.start >= start);
@@ -53,26 +57,26 @@ pub fn splice(ending: &Ending<'_>, rendered: &Rendered, scaffold: &Scaffold<'_>)
     };
     let extends_prompt = !ending.prompt.is_empty() && rendered.text.starts_with(ending.prompt);
     let Some(closing) = closing.filter(|_| extends_prompt).map(|offset| body_end + offset) else {
-        return Ok((Spliced::default(), Vec::new()));
+        return Ok((SplicePoint::default(), Vec::new()));
     };
     let stop = ending.sampled.last().copied().filter(|_| ending.stopped);
     let body = &ending.sampled[..ending.sampled.len() - usize::from(stop.is_some())];
     let mut findings = Vec::new();
     if !survives(ending, body, (&rendered.text[..start], &rendered.text[start..closing]), scaffold, &mut findings)? {
-        return Ok((Spliced::default(), findings));
+        return Ok((SplicePoint::default(), findings));
     }
     if let (Some(id), true) = (marker, stop == marker || ending.unmarked) {
         let marker = scaffold.tokenizer.token_bytes(id).map_or(0, <[u8]>::len);
         let stop = Some(id).filter(|_| ending.unmarked);
-        return Ok((Spliced { from: Some(closing + marker), stop }, findings));
+        return Ok((SplicePoint { from: Some(closing + marker), stop }, findings));
     }
     let from = after_stop(stop, ending.cut, closing, scaffold, &mut findings);
-    Ok((Spliced { from: Some(from), stop: None }, findings))
+    Ok((SplicePoint { from: Some(from), stop: None }, findings))
 }
 
 /// The position after an ending from which a rendered prompt continues.
 #[derive(Debug, Default)]
-pub struct Spliced {
+pub struct SplicePoint {
     /// The byte offset; `None` if the template does not keep the sampled text.
     pub from: Option<usize>,
     /// The marker of the next role, if it acts as the stop token of text without one.
@@ -101,7 +105,7 @@ fn survives(
     let tokenizer = scaffold.tokenizer;
     let count = sampled.len();
     if spells(sampled, body.as_bytes(), tokenizer) {
-        let canonical = tokenizer.ids_behind(before, body)?;
+        let canonical = tokenizer.ids_after(before, body)?;
         let first = common_prefix(&canonical, sampled);
         if first < count.max(canonical.len()) {
             let detail = format!("the same text tokenizes differently from token {first} on");
@@ -109,12 +113,12 @@ fn survives(
         }
         return Ok(true);
     }
-    let spelled = spell_all(sampled, tokenizer);
+    let spelled = decode_all(sampled, tokenizer);
     if ending.overrun && spelled.starts_with(body.as_bytes()) {
         return Ok(true);
     }
     let detail = format!("sampled {}, rendered {}", excerpt(&spelled), excerpt(body.as_bytes()));
-    let difference = difference(&spelled, &spell(sampled, tokenizer), body, ending.produced);
+    let difference = difference(&spelled, &decode_text(sampled, tokenizer), body, ending.produced);
     findings.extend(difference.reasons.iter().map(|&reason| finding(reason, -1, count, detail.clone())));
     Ok(difference.same_history)
 }
@@ -147,60 +151,61 @@ fn finding(reason: Reason, token: i32, count: usize, detail: String) -> Finding 
     Finding { reason, turn: -1, token, count: count as i32, detail }
 }
 
-impl Loom<'_, '_> {
+impl TraceAligner<'_, '_> {
     /// Places a prompt without ids: splices it onto the branch that its context continues, or forks over the rendered
     /// text.
-    pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Place> {
+    pub fn place_text(&mut self, turn: usize, generation: &Generation, rendered: &Rendered) -> Result<Placement> {
         let longest = self.continued(generation);
         if let Some(at) = longest
             && let Some(from) = self.splice(at, rendered)?
         {
             let text = self.scaffold.encode(rendered, from)?;
             if text.joined {
-                let previous_turn = self.woven.branches[at].last_turn().unwrap_or(turn as i32).max(0) as usize;
-                self.find(Reason::NormalizerChanged, previous_turn, -1, 1, JOINED.to_owned());
+                let previous_turn = self.aligned.branches[at].last_turn().unwrap_or(turn as i32).max(0) as usize;
+                self.report(Reason::NormalizerChanged, previous_turn, -1, 1, JOINED.to_owned());
             }
-            return Ok(Place::Extend(at, text));
+            return Ok(Placement::Extend(at, text));
         }
-        let is_continued = self.woven.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
+        let is_continued = self.aligned.branches.iter().any(|branch| generation.context.starts_with(&branch.path));
         // An earlier call on the same messages was a parallel sample, not a rewritten history.
         let same_context = |earlier: &Generation| earlier.context == generation.context;
         let is_new = !is_continued && !self.trace.generations[..turn].iter().any(same_context);
-        if longest.is_none() && !self.woven.branches.is_empty() && is_new {
+        if longest.is_none() && !self.aligned.branches.is_empty() && is_new {
             let detail = "the messages before this turn are not those of any earlier turn".to_owned();
-            self.find(Reason::HistoryRewritten, turn, -1, 0, detail);
+            self.report(Reason::HistoryRewritten, turn, -1, 0, detail);
         }
-        Ok(Place::Fork(self.encode(rendered)?))
+        Ok(Placement::Fork(self.encode(rendered)?))
     }
 
     /// Returns the longest branch whose messages the context of a generation continues.
     pub fn continued(&self, generation: &Generation) -> Option<usize> {
-        let continues =
-            |branch: &Branch<'_>| !branch.ended && !branch.headless && generation.context.starts_with(&branch.path);
-        (0..self.woven.branches.len())
-            .filter(|&at| continues(&self.woven.branches[at]))
-            .max_by_key(|&at| self.woven.branches[at].path.len())
+        let continues = |branch: &Branch<'_>| {
+            !branch.ended && !branch.prefix_unknown && generation.context.starts_with(&branch.path)
+        };
+        (0..self.aligned.branches.len())
+            .filter(|&at| continues(&self.aligned.branches[at]))
+            .max_by_key(|&at| self.aligned.branches[at].path.len())
     }
 
     /// Returns the byte of `rendered` after branch `at`, if the template keeps the sampled text.
     pub fn splice(&mut self, at: usize, rendered: &Rendered) -> Result<Option<usize>> {
-        let branch = &self.woven.branches[at];
+        let branch = &self.aligned.branches[at];
         let turn = branch.len().checked_sub(1).and_then(|last| branch.turn_at(last)).unwrap_or(0);
         let ending = Ending {
             prompt: &branch.prompt,
             sampled: &branch.ids[branch.body..],
             stopped: branch.stopped,
-            cut: branch.cut,
+            cut: branch.truncated,
             unmarked: branch.unmarked,
-            overrun: branch.overrun,
+            overrun: branch.exceeds_stop,
             message: (branch.path.len() - 1) as u32,
             produced: &self.trace.messages[branch.path[branch.path.len() - 1] as usize].value,
         };
         let (spliced, findings) = splice(&ending, rendered, self.scaffold)?;
-        self.woven.findings.extend(findings.into_iter().map(|finding| Finding { turn, ..finding }));
+        self.aligned.findings.extend(findings.into_iter().map(|finding| Finding { turn, ..finding }));
         if let Some(stop) = spliced.stop {
-            self.woven.recorded += 1;
-            self.woven.branches[at].stop(stop);
+            self.aligned.recorded += 1;
+            self.aligned.branches[at].stop(stop);
         }
         Ok(spliced.from)
     }

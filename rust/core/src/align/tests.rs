@@ -24,7 +24,7 @@ fn aligned(generations: Vec<Generation>) -> Aligned {
 }
 
 fn reasons(aligned: &Aligned) -> Vec<Reason> {
-    aligned.drift.iter().map(|finding| finding.reason).collect()
+    aligned.mismatches.iter().map(|finding| finding.reason).collect()
 }
 
 #[test]
@@ -47,7 +47,7 @@ fn text_without_a_template_is_prompt_and_the_next_turn_continues_it() {
     let expected: Vec<i32> = words.iter().map(|&id| id as i32).chain([10, 11, 20, 21, 12]).collect();
     assert_eq!(result.ids, expected);
     assert_eq!(result.trainable.iter().filter(|&&trained| trained).count(), 3);
-    assert!(result.drift.is_empty());
+    assert!(result.mismatches.is_empty());
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_turn_without_a_recorded_prompt_is_kept_but_not_trained() {
     assert_eq!(result.trainable, [false; 4]);
     assert_eq!(result.source, [2, 2, 0, 2]);
     assert_eq!(reasons(&result), [Reason::PromptMismatch; 2]);
-    assert_eq!(result.drift.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
+    assert_eq!(result.mismatches.iter().map(|row| row.count).collect::<Vec<_>>(), [2, 1]);
     assert_eq!((result.recorded, result.exact), (3, 0));
     let again = aligned(vec![sampled(&[10, 11], Prompt::Unknown), sampled(&[12], Prompt::Ids(vec![10, 11, 9]))]);
     assert_eq!((again.ids, again.cu_seqlens), (vec![10, 11, 10, 11, 9, 12], vec![0, 2, 6])); // none of it is a prompt
@@ -90,7 +90,7 @@ fn a_text_of_ids_that_the_model_lacks_is_left_out_as_a_whole() {
     let result =
         align(&trace(vec![generation]), &tokenizer, None, Options { text_only: true, ..Options::default() }).unwrap();
     assert_eq!(reasons(&result), [Reason::VocabOutOfRange]);
-    assert_eq!(result.drift[0].token, -1);
+    assert_eq!(result.mismatches[0].token, -1);
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn notes_of_the_reader_become_findings() {
     generation.notes = vec![Note { reason: Reason::StreamIncomplete, count: 3, detail: "3 chunks are missing".into() }];
     let result = aligned(vec![generation]);
     assert_eq!(reasons(&result), [Reason::StreamIncomplete]);
-    assert_eq!(result.drift[0].count, 3);
+    assert_eq!(result.mismatches[0].count, 3);
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! Parsers of servers write a call again in another order, spacing or notation. All notations share the names and the
 //! words in the values. The check searches for these after the reasoning.
 
-use super::resolve::{excerpt, spell, spell_all};
+use super::resolve::{decode_all, decode_text, excerpt};
 use crate::tokenizer::Tokenizer;
 use crate::trace::value_in;
 use memchr::memmem;
@@ -13,12 +13,12 @@ use serde_json::Value;
 const THOUGHT_END: &[u8] = b"</think>";
 
 /// Describes the part of a message's tool calls that its ids lack, or returns `None` if they contain all of it.
-pub fn unsaid(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<String> {
+pub fn missing_part(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<String> {
     let calls = value_in(message, "tool_calls").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
     let calls = calls.iter().map(|call| call.get("function").unwrap_or(call)).chain(value_in(message, "function_call"));
     let mut calls = calls.filter(|call| call.is_object()).peekable();
     calls.peek()?;
-    let spelled = spell_all(ids, tokenizer);
+    let spelled = decode_all(ids, tokenizer);
     let start = memmem::find(&spelled, THOUGHT_END).map_or(0, |at| at + THOUGHT_END.len());
     let text = &spelled[start..];
     for call in calls {
@@ -44,7 +44,7 @@ pub fn unsaid(message: &Value, ids: &[u32], tokenizer: &Tokenizer) -> Option<Str
 /// Returns true if the ids are exactly the arguments. The name was then specified by the request (`tool_choice`) and
 /// not sampled.
 fn is_all_arguments(arguments: &str, ids: &[u32], tokenizer: &Tokenizer) -> bool {
-    let sampled = serde_json::from_slice::<Value>(&spell(ids, tokenizer)).ok();
+    let sampled = serde_json::from_slice::<Value>(&decode_text(ids, tokenizer)).ok();
     sampled.is_some_and(|sampled| serde_json::from_str(arguments).ok() == Some(sampled))
 }
 

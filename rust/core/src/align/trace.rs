@@ -9,7 +9,7 @@ use super::extras;
 use super::images::Keyed;
 use super::prompt::{Scaffold, Text};
 use super::prompt_cache::Prompts;
-use super::resolve::{self, Lookup, Recorder, Resolved};
+use super::resolve::{self, Lookup, Recorder, Resolution};
 use super::types::{Mode, Options};
 use crate::error::Result;
 use crate::findings::{Finding, Reason};
@@ -23,7 +23,7 @@ use std::collections::{HashMap, HashSet};
 
 /// Branches and findings of one trace.
 #[derive(Debug, Default)]
-pub struct Woven<'a> {
+pub struct AlignedTrace<'a> {
     /// Branches in the order in which they were opened.
     pub branches: Vec<Branch<'a>>,
     /// Mismatches between the record, the template and the tokenizer.
@@ -35,38 +35,38 @@ pub struct Woven<'a> {
 }
 
 /// The place for text that was not sampled.
-pub(super) enum Place {
+pub(super) enum Placement {
     /// Extends branch `.0`.
     Extend(usize, Text),
     /// Starts a new branch.
     Fork(Text),
     /// Starts a branch over the first `.1` tokens of branch `.0`.
-    Stem(usize, usize, Text),
+    ForkAt(usize, usize, Text),
     /// Starts a branch whose beginning is unknown.
-    Headless,
+    UnknownPrefix,
 }
 
 /// State that a worker keeps between traces.
 #[derive(Debug, Default)]
-pub struct Memory<'a> {
+pub struct WorkerCache<'a> {
     /// The last conversation, as prompts and as finished text.
     pub sessions: [Session<'a>; 2],
     pub prompts: Prompts,
     pub lookup: Lookup,
 }
 
-/// Aligns one trace. `pictures` has the keys of the images in its prompts.
-pub fn weave<'a>(
+/// Aligns one trace. `images` has the keys of the images in its prompts.
+pub fn align_trace<'a>(
     trace: &'a Trace,
-    pictures: Option<&'a Keyed<'a>>,
+    images: Option<&'a Keyed<'a>>,
     scaffold: &'a Scaffold<'a>,
     options: Options,
-    memory: &mut Memory<'a>,
-) -> Result<Woven<'a>> {
+    memory: &mut WorkerCache<'a>,
+) -> Result<AlignedTrace<'a>> {
     let tokenizer = scaffold.tokenizer;
-    let mut loom = Loom {
+    let mut aligner = TraceAligner {
         trace,
-        pictures,
+        images,
         tokenizer,
         scaffold,
         options,
@@ -77,31 +77,31 @@ pub fn weave<'a>(
         recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),
         memory,
-        woven: Woven::default(),
+        aligned: AlignedTrace::default(),
     };
     let abandoned = abandoned(trace);
     if options.mode == Mode::Align {
-        trace.generations.iter().enumerate().for_each(|(turn, generation)| loom.note(turn, generation));
-        return loom.rerender();
+        trace.generations.iter().enumerate().for_each(|(turn, generation)| aligner.note(turn, generation));
+        return aligner.rerender();
     }
     for (turn, generation) in trace.generations.iter().enumerate() {
-        loom.note(turn, generation);
+        aligner.note(turn, generation);
         if abandoned[turn] {
             let detail = "the call was made again and the other answer was used; this one is left out";
-            loom.leave_out(turn, generation, Reason::DuplicateGeneration, detail.to_owned());
+            aligner.leave_out(turn, generation, Reason::DuplicateGeneration, detail.to_owned());
             continue;
         }
-        loom.add(turn, generation).map_err(|error| error.in_turn(turn).at(&trace.location))?;
+        aligner.add(turn, generation).map_err(|error| error.in_turn(turn).at(&trace.location))?;
     }
-    Ok(loom.woven)
+    Ok(aligner.aligned)
 }
 
 /// A part of a message that is not text: index of the message and kind of the part.
 pub type Part<'a> = (u32, &'a str);
 
-pub(super) struct Loom<'a, 'm> {
+pub(super) struct TraceAligner<'a, 'm> {
     pub trace: &'a Trace,
-    pub pictures: Option<&'a Keyed<'a>>,
+    pub images: Option<&'a Keyed<'a>>,
     pub tokenizer: &'a Tokenizer,
     pub scaffold: &'a Scaffold<'a>,
     pub options: Options,
@@ -116,28 +116,28 @@ pub(super) struct Loom<'a, 'm> {
     pub recorder: Recorder<'a>,
     /// The messages that contain more than text.
     pub media: OnceCell<Vec<Part<'a>>>,
-    pub memory: &'m mut Memory<'a>,
-    pub woven: Woven<'a>,
+    pub memory: &'m mut WorkerCache<'a>,
+    pub aligned: AlignedTrace<'a>,
 }
 
-impl<'a> Loom<'a, '_> {
+impl<'a> TraceAligner<'a, '_> {
     /// Adds the findings of the reader.
     fn note(&mut self, turn: usize, generation: &Generation) {
         for note in &generation.notes {
-            self.find(note.reason, turn, -1, note.count as usize, note.detail.clone());
+            self.report(note.reason, turn, -1, note.count as usize, note.detail.clone());
         }
     }
 
     /// Counts and reports a call that is left out completely.
     pub fn leave_out(&mut self, turn: usize, generation: &Generation, reason: Reason, detail: String) {
         let count = generation.tokens.len();
-        self.woven.recorded += count as u64;
-        self.find(reason, turn, -1, count, detail);
+        self.aligned.recorded += count as u64;
+        self.report(reason, turn, -1, count, detail);
     }
 
     /// Describes an id outside the model's vocabulary in the prompt or the sampling masks of a call.
     fn outside(&self, turn: usize, generation: &Generation) -> Option<String> {
-        let keyed = self.pictures.filter(|keyed| keyed.has_keys(turn));
+        let keyed = self.images.filter(|keyed| keyed.has_keys(turn));
         let prompt = match &generation.prompt {
             Prompt::Ids(ids) | Prompt::Follows { ids, .. } => {
                 keyed.map_or(Cow::Borrowed(ids.as_slice()), |keyed| keyed.collapse(ids).ids.into())
@@ -163,7 +163,7 @@ impl<'a> Loom<'a, '_> {
         let (place, rendered) = self.place(turn, generation)?;
         // Recorded ids were checked above.
         if !matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. })
-            && let Place::Extend(_, text) | Place::Fork(text) | Place::Stem(_, _, text) = &place
+            && let Placement::Extend(_, text) | Placement::Fork(text) | Placement::ForkAt(_, _, text) = &place
             && let Some(at) = self.tokenizer.first_outside(&text.ids)
         {
             let id = text.ids[at];
@@ -173,40 +173,40 @@ impl<'a> Loom<'a, '_> {
             return Ok(());
         }
         let at = match place {
-            Place::Extend(at, text) => {
-                self.woven.branches[at].give(text);
+            Placement::Extend(at, text) => {
+                self.aligned.branches[at].push_unsampled(text);
                 at
             }
-            Place::Fork(text) => self.fork(turn, text),
-            Place::Stem(other, length, text) => {
-                let mut branch = Branch::stem(&self.woven.branches[other], length);
-                branch.give(text);
+            Placement::Fork(text) => self.fork(turn, text),
+            Placement::ForkAt(other, length, text) => {
+                let mut branch = Branch::fork_at(&self.aligned.branches[other], length);
+                branch.push_unsampled(text);
                 self.open(turn, branch)
             }
-            Place::Headless => {
-                let branch = Branch { headless: true, ..Branch::default() };
-                self.woven.branches.push(branch);
-                self.woven.branches.len() - 1
+            Placement::UnknownPrefix => {
+                let branch = Branch { prefix_unknown: true, ..Branch::default() };
+                self.aligned.branches.push(branch);
+                self.aligned.branches.len() - 1
             }
         };
-        let branch = &mut self.woven.branches[at];
+        let branch = &mut self.aligned.branches[at];
         branch.path.clone_from(&generation.context);
         branch.path.push(generation.message);
         branch.prompt = rendered.unwrap_or_default();
         branch.body = branch.len();
-        if let Some(added) = self.pictures.map(|keyed| keyed.added(turn)).filter(|&added| added > 0) {
+        if let Some(added) = self.images.map(|keyed| keyed.added(turn)).filter(|&added| added > 0) {
             let detail =
                 format!("the prompt is recorded as it was sent; the server made {added} ids more of its pictures");
-            self.find(Reason::PictureExpanded, turn, -1, added, detail);
+            self.report(Reason::PictureExpanded, turn, -1, added, detail);
         }
         let media = self.media_before(turn, generation, at);
-        self.woven.branches[at].behind_media |= media.is_some();
+        self.aligned.branches[at].follows_media |= media.is_some();
         self.add_sampled(turn, generation, at)?;
         if let Some(media) = media {
-            let count = self.woven.branches[at].len() - self.woven.branches[at].body;
+            let count = self.aligned.branches[at].len() - self.aligned.branches[at].body;
             self.hold(turn, count, media);
         }
-        let branch = &mut self.woven.branches[at];
+        let branch = &mut self.aligned.branches[at];
         extras::note(branch, turn, generation);
         if !branch.ended {
             self.ends[turn] = Some((at, branch.len()));
@@ -228,22 +228,22 @@ impl<'a> Loom<'a, '_> {
     /// Starts a branch over `text`. It shares the tokens that an earlier branch sampled on the same ids.
     fn fork(&mut self, turn: usize, text: Text) -> usize {
         let shared = |branch: &&Branch<'a>| common_prefix(&branch.ids, &text.ids);
-        let nearest = self.woven.branches.iter().filter(|branch| !branch.headless).max_by_key(shared);
+        let nearest = self.aligned.branches.iter().filter(|branch| !branch.prefix_unknown).max_by_key(shared);
         let branch = Branch::fork(text, nearest);
         self.open(turn, branch)
     }
 
     fn open(&mut self, turn: usize, branch: Branch<'a>) -> usize {
-        if !self.woven.branches.is_empty() {
-            let detail = format!("the prompt extends no earlier turn: branch {}", self.woven.branches.len());
-            self.find(Reason::PrefixNotExtended, turn, -1, 0, detail);
+        if !self.aligned.branches.is_empty() {
+            let detail = format!("the prompt extends no earlier turn: branch {}", self.aligned.branches.len());
+            self.report(Reason::PrefixNotExtended, turn, -1, 0, detail);
         }
-        self.woven.branches.push(branch);
-        self.woven.branches.len() - 1
+        self.aligned.branches.push(branch);
+        self.aligned.branches.len() - 1
     }
 
     /// Resolves the sampled tokens of a generation.
-    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolved<'a> {
+    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolution<'a> {
         resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
     }
 
@@ -256,9 +256,9 @@ impl<'a> Loom<'a, '_> {
         Sampling { turn: turn as i32, version: generation.policy_version, inv_temperature }
     }
 
-    pub fn find(&mut self, reason: Reason, turn: usize, token: i32, count: usize, detail: String) {
+    pub fn report(&mut self, reason: Reason, turn: usize, token: i32, count: usize, detail: String) {
         let finding = Finding { reason, turn: turn as i32, token, count: count as i32, detail };
-        self.woven.findings.push(finding);
+        self.aligned.findings.push(finding);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Options of `align`, and the codes that describe a token: its source and its alignment level.
 
-use crate::sampling::{Defaults, TOP_P, left_out};
+use crate::sampling::{Defaults, TOP_P, omitted};
 use crate::server::Server;
 use crate::trace::{Generation, LogprobKind};
 
@@ -29,7 +29,7 @@ pub enum Merge {
 #[allow(clippy::struct_excessive_bools, reason = "independent choices of the caller")]
 pub struct Options {
     /// Continue after an unknown id with the canonical tokens of its text, untrained.
-    pub lenient: bool,
+    pub allow_unknown_ids: bool,
     /// Train on text without logprobs (T6), as in weighted fine-tuning.
     pub text_only: bool,
     /// The ids that the sequences consist of.
@@ -55,26 +55,26 @@ pub struct Options {
 impl Options {
     /// Returns the temperature at which a generation was sampled, if it is known.
     pub fn temperature(&self, generation: &Generation) -> Option<f32> {
-        let left_out = generation.left_out & left_out::TEMPERATURE != 0;
-        let default = self.sampling_defaults.and_then(|defaults| defaults.temperature).filter(|_| left_out);
+        let is_omitted = generation.omitted & omitted::TEMPERATURE != 0;
+        let default = self.sampling_defaults.and_then(|defaults| defaults.temperature).filter(|_| is_omitted);
         default.or(generation.temperature)
     }
 
     /// Returns the bits (of `sampling::OPTIONS`) of the sampling options that changed the distribution beyond the
     /// temperature.
-    pub fn reshaped(&self, generation: &Generation) -> u32 {
-        let sets_top_p = generation.top_p.is_some() && generation.left_out & left_out::TOP_P == 0;
+    pub fn changed_sampling_options(&self, generation: &Generation) -> u32 {
+        let sets_top_p = generation.top_p.is_some() && generation.omitted & omitted::TOP_P == 0;
         let truncates = generation.top_p.is_some_and(|top_p| top_p < 1.0);
-        let recorded = generation.options.reshaped() | if truncates { TOP_P } else { 0 };
-        let set_in_request = generation.options.named() | if sets_top_p { TOP_P } else { 0 };
-        let request_recorded = generation.left_out & left_out::REQUEST != 0;
-        let defaults = self.sampling_defaults.filter(|_| request_recorded).map_or(0, |defaults| defaults.reshaped);
+        let recorded = generation.options.active_bits() | if truncates { TOP_P } else { 0 };
+        let set_in_request = generation.options.bits() | if sets_top_p { TOP_P } else { 0 };
+        let request_recorded = generation.omitted & omitted::REQUEST != 0;
+        let defaults = self.sampling_defaults.filter(|_| request_recorded).map_or(0, |defaults| defaults.active_bits);
         recorded | defaults & !set_in_request
     }
 }
 
 /// User, tool and system text, and text copied from other sources.
-pub const GIVEN: u8 = 0;
+pub const PROMPT: u8 = 0;
 /// Role headers, separators and closers.
 pub const TEMPLATE: u8 = 1;
 /// Sampled from the policy.
@@ -89,9 +89,9 @@ pub const BYTES: u8 = 2;
 /// Text, or bytes shared by a run of tokens, that only one segmentation fits.
 pub const TEXT: u8 = 3;
 /// Text without tokens. The canonical ids are assumed because their count matches.
-pub const ASSUMED: u8 = 4;
-/// Logprobs without text. Their count matches that of the canonical tokenization.
-pub const COUNT: u8 = 5;
+pub const ASSUMED_TEXT: u8 = 4;
+/// Logprobs without text. Their count matches the count of the canonical tokens.
+pub const ASSUMED_LENGTH: u8 = 5;
 /// Text only.
 pub const TEXT_ONLY: u8 = 6;
 /// Not sampled.

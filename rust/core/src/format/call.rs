@@ -9,24 +9,24 @@ use super::json::diagnose;
 use super::json::object::Kind;
 use super::json::outline::{Outline, Shape};
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use super::servers::interface::{Asked, Server};
+use super::servers::interface::{CallContext, Server};
 use super::servers::{SERVERS, stream};
 use crate::server::Server as Producer;
 
 /// Returns the server whose response this is. A server named by the caller must recognise the response, as its reader
 /// would find nothing otherwise.
-pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded<Option<&'static Server>> {
-    let server = choose(SERVERS, wanted, response, |server| server.form, |server| server.knows);
+pub(super) fn server_of(response: &Outline<'_>, format_name: Option<&str>) -> Decoded<Option<&'static Server>> {
+    let server = choose(SERVERS, format_name, response, |server| server.form, |server| server.recognizes);
     match server {
-        Some(server) if wanted.is_some() && !(server.knows)(response) => {
-            let Form { name, sign } = server.form;
+        Some(server) if format_name.is_some() && !(server.recognizes)(response) => {
+            let Form { name, reason: sign } = server.form;
             Err(reject(
                 Reason::UnknownForm,
                 "TG-FORMAT-017",
                 format!("not the response of {name}, which is known because {sign}"),
             )
             .why("A record of another form would be read as something it is not")
-            .cure("Read it with format=\"auto\", or name its own form"))
+            .fix("Read it with format=\"auto\", or name its own form"))
         }
         server => Ok(server),
     }
@@ -35,12 +35,12 @@ pub(super) fn server_of(response: &Outline<'_>, wanted: Option<&str>) -> Decoded
 /// Returns the table's entry with the wanted name, or the first that recognises the record.
 pub(super) fn choose<'t, T>(
     table: &'t [T],
-    wanted: Option<&str>,
+    format_name: Option<&str>,
     outline: &Outline<'_>,
     form: fn(&T) -> Form,
     knows: fn(&T) -> fn(&Outline<'_>) -> bool,
 ) -> Option<&'t T> {
-    match wanted {
+    match format_name {
         Some(name) => table.iter().find(|entry| form(entry).name == name),
         None => table.iter().find(|entry| knows(entry)(outline)),
     }
@@ -51,7 +51,7 @@ pub(super) fn add_call(
     log: &mut Log<'_>,
     call: &Outline<'_>,
     choice: Option<i32>,
-    wanted: Option<&str>,
+    format_name: Option<&str>,
 ) -> Decoded<Option<Form>> {
     let Some(raw) = call.get("response") else { return Err(no_response("the call has no `response`")) };
     let fields = call.fields_without(&["request", "response", "calls"])?;
@@ -66,12 +66,12 @@ pub(super) fn add_call(
     let text = streamed.as_ref().map_or(raw.get(), |full_response| &full_response.text);
     let choice = streamed.as_ref().map_or(choice, |full_response| full_response.choice);
     let response = Outline::parse(text).map_err(inside)?;
-    let server = server_of(&response, wanted.filter(|_| is_whole))?;
+    let server = server_of(&response, format_name.filter(|_| is_whole))?;
     let mut new_call = if let Some(server) = server {
         let server_request = request.as_ref().map(server.request).transpose().map_err(|r| r.inside("request"))?;
         let sampling = call_sampling.or(&log.sampling(server_request.as_ref(), defaults(&server.defaults)));
-        let asked = Asked { choice, sampling: &sampling, request: request.as_ref() };
-        answered(server, server_request, &response, &asked, reward).map_err(inside)?
+        let context = CallContext { choice, sampling: &sampling, request: request.as_ref() };
+        read_response(server, server_request, &response, &context, reward).map_err(inside)?
     } else if response.has("choices") {
         let request = request.as_ref().map(chat_request).transpose()?;
         let sampling = call_sampling.or(&log.sampling(request.as_ref(), defaults(&API_DEFAULTS)));
@@ -104,14 +104,14 @@ pub(super) fn one_call(header: Header, record: &Outline<'_>, call: &str) -> Deco
     Ok((header, body))
 }
 
-pub(super) fn answered(
+pub(super) fn read_response(
     server: &Server,
     request: Option<Request>,
     response: &Outline<'_>,
-    asked: &Asked<'_>,
+    context: &CallContext<'_>,
     reward: Option<f32>,
 ) -> Decoded<Call> {
-    let mut entry = (server.answer)(response, asked)?;
+    let mut entry = (server.answer)(response, context)?;
     if let Some(generation) = &mut entry.generation {
         generation.server = producer_of_form(server.form.name);
     }
@@ -134,5 +134,5 @@ fn unknown_response(response: &Outline<'_>) -> Rejection {
     let keys: Vec<&str> = response.keys().collect();
     reject(Reason::UnknownForm, "TG-FORMAT-018", format!("a response with the keys {}", keys.join(", ")))
         .why("No known server answers so, and what the policy sampled cannot be read from it")
-        .cure("See docs/trace-format.md for the servers whose responses are read")
+        .fix("See docs/trace-format.md for the servers whose responses are read")
 }

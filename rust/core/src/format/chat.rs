@@ -17,7 +17,7 @@ pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> 
     if nodes.is_empty() {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-019", "`messages` is empty")
             .why("There is nothing to train on and nothing to align")
-            .cure("Leave the record out, or record its messages"));
+            .fix("Leave the record out, or record its messages"));
     }
     let mut body = Body::default();
     append(&mut body, nodes, sampling, "messages")?;
@@ -42,7 +42,7 @@ pub(super) fn append(body: &mut Body, nodes: Vec<Node>, sampling: &Sampling, lis
             generation.context = (0..index).collect();
             let before = index.checked_sub(1).map(|before| &body.messages[before as usize]);
             tokens::check(&mut generation, &body.messages[index as usize], before);
-            placings.push((body.generations.len(), entry.placing));
+            placings.push((body.generations.len(), entry.generation_fields));
             body.generations.push(generation);
         }
     }

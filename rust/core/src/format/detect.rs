@@ -4,18 +4,18 @@
 
 use super::build::Body;
 use super::build::calls::Log;
-use super::call::{add_call, answered, choose, server_of};
+use super::call::{add_call, choose, read_response, server_of};
 use super::fields::{Fields, HEADER_KEYS, Header};
 use super::form::{CALL, CALLS, Form};
 use super::json::outline::{Outline, Shape};
 use super::rejection::{Decoded, Reason, Rejection, reject};
-use super::servers::interface::{Asked, sampling_of};
+use super::servers::interface::{CallContext, sampling_of};
 use super::servers::{SERVERS, stream};
 use super::trajectories::DUMPS;
-use super::trajectories::interface::Dump;
+use super::trajectories::interface::TrajectoryFormat;
 
 /// A record decoded by a producer's own reader.
-pub(super) struct Foreign {
+pub(super) struct ProducerRecord {
     pub form: Form,
     pub header: Header,
     pub body: Body,
@@ -26,10 +26,10 @@ pub(super) fn is_sign(key: &str) -> bool {
     DUMPS.iter().any(|dump| dump.signs.contains(&key)) || SERVERS.iter().any(|server| server.signs.contains(&key))
 }
 
-/// Reads a record in the form `wanted`, or in the first form that recognises it. Returns `None` if none does.
-pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign>> {
+/// Reads a record in the form `format_name`, or in the first form that recognises it. Returns `None` if none does.
+pub(super) fn decode(text: &str, format_name: Option<&str>) -> Decoded<Option<ProducerRecord>> {
     let outline = Outline::parse(text)?;
-    if let Some(dump) = choose(DUMPS, wanted, &outline, |dump| dump.form, |dump| dump.knows) {
+    if let Some(dump) = choose(DUMPS, format_name, &outline, |dump| dump.form, |dump| dump.recognizes) {
         return decode_dump(dump, &outline).map(Some);
     }
     let header = header_of(&outline)?;
@@ -39,23 +39,23 @@ pub(super) fn decode(text: &str, wanted: Option<&str>) -> Decoded<Option<Foreign
         let mut form = CALLS;
         for (turn, call) in outline.objects("calls")?.iter().enumerate() {
             let place = |rejection: Rejection| rejection.inside(format!("calls[{turn}]")).in_turn(turn);
-            form = add_call(&mut log, call, choice, wanted).map_err(place)?.unwrap_or(form);
+            form = add_call(&mut log, call, choice, format_name).map_err(place)?.unwrap_or(form);
         }
         form
     } else if is_call(&outline) {
-        add_call(&mut log, &outline, choice, wanted)?.unwrap_or(CALL)
+        add_call(&mut log, &outline, choice, format_name)?.unwrap_or(CALL)
     } else if outline.has("messages") {
         return Ok(None);
-    } else if let Some(server) = server_of(&outline, wanted)? {
+    } else if let Some(server) = server_of(&outline, format_name)? {
         let sampling = sampling_of(&outline, "top_p").unwrap_or_default().or(&header.sampling);
-        let asked = Asked { choice, sampling: &sampling, request: None };
-        log.add(answered(server, None, &outline, &asked, None)?)?;
+        let context = CallContext { choice, sampling: &sampling, request: None };
+        log.add(read_response(server, None, &outline, &context, None)?)?;
         server.form
     } else {
         return Ok(None);
     };
     let body = log.finish()?;
-    Ok(Some(Foreign { form, header, body }))
+    Ok(Some(ProducerRecord { form, header, body }))
 }
 
 /// Returns whether a record is one call: a response with its request, or a response that can be nothing else.
@@ -70,22 +70,22 @@ fn is_call(outline: &Outline<'_>) -> bool {
 }
 
 /// Reads a record with the first recorder that recognises it. Returns `None` if none does.
-pub(super) fn dump_that_knows(text: &str) -> Option<Decoded<Foreign>> {
+pub(super) fn recognized_format(text: &str) -> Option<Decoded<ProducerRecord>> {
     let outline = Outline::parse(text).ok()?;
-    let dump = choose(DUMPS, None, &outline, |dump| dump.form, |dump| dump.knows)?;
+    let dump = choose(DUMPS, None, &outline, |dump| dump.form, |dump| dump.recognizes)?;
     Some(decode_dump(dump, &outline))
 }
 
-fn decode_dump(dump: &Dump, outline: &Outline<'_>) -> Decoded<Foreign> {
-    if !(dump.knows)(outline) {
+fn decode_dump(dump: &TrajectoryFormat, outline: &Outline<'_>) -> Decoded<ProducerRecord> {
+    if !(dump.recognizes)(outline) {
         let keys: Vec<&str> = outline.keys().collect();
         let what = format!("not {}: a record with the keys {}", dump.form.name, keys.join(", "));
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-020", what)
-            .why(format!("A record is {} where {}", dump.form.name, dump.form.sign))
-            .cure("Read it with format=\"auto\", or name its own form"));
+            .why(format!("A record is {} where {}", dump.form.name, dump.form.reason))
+            .fix("Read it with format=\"auto\", or name its own form"));
     }
     let (header, body) = (dump.decode)(outline)?;
-    Ok(Foreign { form: dump.form, header, body })
+    Ok(ProducerRecord { form: dump.form, header, body })
 }
 
 fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
@@ -100,7 +100,11 @@ fn header_of(outline: &Outline<'_>) -> Decoded<Header> {
 
 /// Returns the forms of producers: the names that `format=` accepts in addition to those of OpenAI-shaped forms.
 pub(super) fn forms() -> impl Iterator<Item = Form> {
-    DUMPS.iter().map(|dump: &Dump| dump.form).chain(SERVERS.iter().map(|server| server.form)).chain([stream::FORM])
+    DUMPS
+        .iter()
+        .map(|dump: &TrajectoryFormat| dump.form)
+        .chain(SERVERS.iter().map(|server| server.form))
+        .chain([stream::FORM])
 }
 
 /// Returns whether a form is a recorder's own, whose records describe themselves.

@@ -3,10 +3,10 @@
 //! The getters are typed. Their errors contain the type that was found.
 
 use super::json::object::describe;
-use super::token_list::{MAX_ID, spelled};
+use super::token_list::{MAX_ID, number_from_word};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::json_number;
-use crate::sampling::{Options, left_out};
+use crate::sampling::{Options, omitted};
 use crate::server::Server;
 pub(super) use crate::trace::value_of as get;
 use crate::trace::{Generation, LogprobKind, Schemas, Stop};
@@ -18,7 +18,7 @@ fn wrong(key: &str, value: &Value, wanted: &str) -> Rejection {
     let number = value.as_str().is_some_and(|text| text.trim().parse::<f64>().is_ok_and(f64::is_finite));
     reject(Reason::WrongType, "TG-FORMAT-021", format!("`{key}` is {}, not {wanted}", describe(value)))
         .why("Its value would be guessed")
-        .cure(if key == "reward" && number {
+        .fix(if key == "reward" && number {
             "Read it with --map.reward reward, which takes numbers as text"
         } else {
             "See docs/trace-format.md for the accepted forms"
@@ -48,7 +48,7 @@ pub fn name_of(key: &str, value: &Value) -> Decoded<Option<String>> {
         Value::Null => Ok(None),
         Value::String(text) => Ok(Some(text.clone())),
         Value::Number(number) => Ok(Some(number.to_string())),
-        other => match json_number::text(other) {
+        other => match json_number::digits_of(other) {
             Some(digits) => Ok(Some(digits.to_owned())),
             None => Err(wrong(key, other, "a string or a number")),
         },
@@ -66,8 +66,8 @@ pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
         Value::Null => return Ok(None),
         Value::Bool(flag) => f64::from(u8::from(*flag)),
         Value::Number(number) => number.as_f64().unwrap_or(f64::NAN),
-        Value::String(word) => spelled(word).ok_or_else(|| wrong(key, value, "a number"))?,
-        other => match json_number::text(other) {
+        Value::String(word) => number_from_word(word).ok_or_else(|| wrong(key, value, "a number"))?,
+        other => match json_number::digits_of(other) {
             Some(digits) => digits.parse().unwrap_or(f64::NAN),
             None => return Err(wrong(key, other, "a number")),
         },
@@ -82,7 +82,7 @@ pub fn number_of(key: &str, value: &Value) -> Decoded<Option<f64>> {
 pub fn not_finite(key: &str, number: f64) -> Rejection {
     reject(Reason::WrongType, "TG-FORMAT-022", format!("`{key}` is {number}, not a finite float32"))
         .why("It would spread over every trace it is averaged with")
-        .cure("Write null where there is none")
+        .fix("Write null where there is none")
 }
 
 /// Returns a number of at least 0.
@@ -96,7 +96,7 @@ pub fn magnitude_of(key: &str, value: &Value) -> Decoded<Option<f32>> {
         Some(value) if value < 0.0 => {
             Err(reject(Reason::WrongType, "TG-FORMAT-023", format!("`{key}` is {value}, below 0"))
                 .why("No distribution is sampled so")
-                .cure("Write null where it is not known"))
+                .fix("Write null where it is not known"))
         }
         value => Ok(value.map(|value| value as f32)),
     }
@@ -123,7 +123,7 @@ pub fn count_of(key: &str, value: &Value) -> Decoded<Option<i32>> {
             format!("`{key}` is {value}, not an integer from 0 to 2147483647"),
         )
         .why("It counts or names by number")
-        .cure("Write a whole number, or null where it is not known")),
+        .fix("Write a whole number, or null where it is not known")),
     }
 }
 
@@ -156,7 +156,7 @@ pub struct Sampling {
     pub temperature: Option<f32>,
     pub top_p: Option<f32>,
     pub options: Options,
-    /// Which parameters are API defaults that a request omits: bits of `sampling::left_out`.
+    /// Which parameters are API defaults that a request omits: bits of `sampling::omitted`.
     pub left_out: u8,
     pub policy_version: Option<i32>,
     pub logprob_kind: Option<LogprobKind>,
@@ -186,10 +186,10 @@ impl Sampling {
     /// Fills missing parameters from `outer`.
     pub fn or(self, outer: &Self) -> Self {
         let fill = |is_known: bool, bit: u8| if is_known { 0 } else { outer.left_out & bit };
-        let temperature = fill(self.temperature.is_some(), left_out::TEMPERATURE);
-        let top_p = fill(self.top_p.is_some(), left_out::TOP_P);
+        let temperature = fill(self.temperature.is_some(), omitted::TEMPERATURE);
+        let top_p = fill(self.top_p.is_some(), omitted::TOP_P);
         Self {
-            left_out: self.left_out | outer.left_out & left_out::REQUEST | temperature | top_p,
+            left_out: self.left_out | outer.left_out & omitted::REQUEST | temperature | top_p,
             temperature: self.temperature.or(outer.temperature),
             top_p: self.top_p.or(outer.top_p),
             options: self.options.or(&outer.options),
@@ -205,7 +205,7 @@ impl Sampling {
             temperature: self.temperature,
             top_p: self.top_p,
             options: self.options.clone(),
-            left_out: self.left_out,
+            omitted: self.left_out,
             policy_version: self.policy_version.unwrap_or(-1),
             ..Generation::default()
         }
@@ -226,7 +226,7 @@ fn logprob_kind(fields: &Fields) -> Decoded<Option<LogprobKind>> {
         Some(kind) => Ok(Some(kind)),
         None => Err(reject(Reason::WrongType, "TG-FORMAT-025", format!("`logprob_kind` is \"{name}\""))
             .why("It decides by which temperature the trainer's logits are divided")
-            .cure("Write raw, processed or unknown")),
+            .fix("Write raw, processed or unknown")),
     }
 }
 
@@ -237,20 +237,20 @@ pub fn is_partial(fields: &Fields) -> Decoded<bool> {
         Some("unknown") => Ok(true),
         Some(other) => Err(reject(Reason::WrongType, "TG-FORMAT-026", format!("`sampling_defaults` is \"{other}\""))
             .why("It says how what a request leaves out is read")
-            .cure("Write api for a request as it was sent, unknown for one of which parts are missing")),
+            .fix("Write api for a request as it was sent, unknown for one of which parts are missing")),
     }
 }
 
 /// Returns the stop token or stop string that the server reports under this key.
 pub fn stop_under(fields: &Fields, key: &str) -> Decoded<Stop> {
     match present(fields, key) {
-        None => Ok(Stop::Unsaid),
+        None => Ok(Stop::Unknown),
         Some(Value::String(text)) => Ok(Stop::Text(text.clone())),
         Some(Value::Number(number)) => match number.as_u64().filter(|id| *id <= MAX_ID) {
             Some(id) => Ok(Stop::Id(id as u32)),
             None => Err(reject(Reason::IdOutOfRange, "TG-FORMAT-027", format!("`{key}` is {number}, not a token id"))
                 .why("Token ids are integers from 0 to 2147483647")
-                .cure("Write the id or the string that the server reported, or null")),
+                .fix("Write the id or the string that the server reported, or null")),
         },
         Some(other) => Err(wrong(key, other, "a token id or a stop string")),
     }

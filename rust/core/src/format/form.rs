@@ -8,19 +8,19 @@ pub struct Form {
     /// Name for `format=` and for the counts in reports.
     pub name: &'static str,
     /// Property of a record that identifies the form.
-    pub sign: &'static str,
+    pub reason: &'static str,
 }
 
 /// `{"format": "tracegrad/1", "messages": [...]}`
-pub(super) const NATIVE: Form = Form { name: "tracegrad/1", sign: "`format` is tracegrad/1" };
+pub(super) const NATIVE: Form = Form { name: "tracegrad/1", reason: "`format` is tracegrad/1" };
 /// `{"messages": [...]}`
-pub(super) const CHAT: Form = Form { name: "chat", sign: "it has `messages`" };
+pub(super) const CHAT: Form = Form { name: "chat", reason: "it has `messages`" };
 /// `{"calls": [{"request", "response"}, ...]}`
-pub(super) const CALLS: Form = Form { name: "calls", sign: "it has `calls`" };
+pub(super) const CALLS: Form = Form { name: "calls", reason: "it has `calls`" };
 /// `{"request", "response"}`
-pub(super) const CALL: Form = Form { name: "call", sign: "it has `request` and `response`" };
+pub(super) const CALL: Form = Form { name: "call", reason: "it has `request` and `response`" };
 /// `{"choices": [...], "prompt_token_ids": [...]}`
-pub(super) const RESPONSE: Form = Form { name: "response", sign: "it has `choices` with a `message`" };
+pub(super) const RESPONSE: Form = Form { name: "response", reason: "it has `choices` with a `message`" };
 
 /// The OpenAI-shaped forms.
 pub(super) const SHAPED: [Form; 5] = [NATIVE, CHAT, CALLS, CALL, RESPONSE];

@@ -29,13 +29,13 @@ pub(crate) use rejection::reject;
 pub use rejection::{Decoded, Reason, Rejection};
 
 use crate::error::Location;
-use crate::images::Picture;
+use crate::images::Image;
 use crate::media;
 use crate::record_bytes::Raw;
 use crate::trace::Trace;
 use build::message::fill;
 use build::{Body, calls};
-use detect::Foreign;
+use detect::ProducerRecord;
 use fields::{Header, get, not_finite};
 use json::diagnose;
 use json::object::Object;
@@ -55,26 +55,26 @@ pub struct Record {
 /// Decodes one record: the bytes of one JSON object. The trace refers to them by `raw`.
 ///
 /// The result does not depend on other records. `place` is the file and line for errors, and for the id of a record
-/// without one. `wanted` is the name of the form to read; `None` detects the form from the structure.
-pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -> Decoded<Record> {
+/// without one. `format_name` is the name of the form to read; `None` detects the form from the structure.
+pub fn decode(record: &[u8], raw: Raw, place: &Location, format_name: Option<&str>) -> Decoded<Record> {
     let mut place = place.clone();
     let mut media_left_out = None;
-    let (form, header, body) = match parse(record, wanted) {
+    let (form, header, body) = match parse(record, format_name) {
         Ok(Parsed::Foreign(foreign)) => {
             let mut body = foreign.body;
-            if media::may_show(record) {
+            if media::may_contain_media(record) {
                 let value = serde_json::from_str(&diagnose::text(record)?).unwrap_or_default();
                 if let Some(images) = media::list_of(&value) {
                     fill(&mut body.messages, &images);
                 }
-                media_left_out = media::left_out(&value, &body.messages);
+                media_left_out = media::missing_media(&value, &body.messages);
             }
             Ok((foreign.form, foreign.header, body))
         }
         Ok(Parsed::Shaped(object)) => {
             media_left_out = media::column_of(&object.fields).map(str::to_owned);
             let images = media_left_out.as_ref().and_then(|_| media::list_in(&object.fields));
-            let read = decode_shaped(*object, record, wanted, &mut place);
+            let read = decode_shaped(*object, record, format_name, &mut place);
             read.map(|(form, header, mut body)| {
                 if images.is_some_and(|images| fill(&mut body.messages, &images)) {
                     media_left_out = None;
@@ -86,7 +86,7 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, wanted: Option<&str>) -
     }
     .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
-    let trace = Trace { media_left_out, ..assemble(header, body, raw, place) };
+    let trace = Trace { missing_media: media_left_out, ..assemble(header, body, raw, place) };
     check_finite(&trace).map_err(|rejection| rejection.at(&trace.location))?;
     Ok(Record { trace, form, unused_choices })
 }
@@ -105,48 +105,49 @@ fn check_finite(trace: &Trace) -> Decoded<()> {
 /// A parsed record, by the kind of its reader.
 enum Parsed {
     Shaped(Box<Object>),
-    Foreign(Box<Foreign>),
+    Foreign(Box<ProducerRecord>),
 }
 
-fn parse(record: &[u8], wanted: Option<&str>) -> Decoded<Parsed> {
-    let shaped = wanted.is_none_or(|name| form::SHAPED.iter().any(|form| form.name == name));
+fn parse(record: &[u8], format_name: Option<&str>) -> Decoded<Parsed> {
+    let shaped = format_name.is_none_or(|name| form::SHAPED.iter().any(|form| form.name == name));
     let object = if shaped { Some(diagnose::parse(record, detect::is_sign)) } else { None };
     let native = |object: &Object| get(&object.fields, "format").is_some_and(|name| name == native::NAME);
-    let plain = |object: &Object| wanted.is_some() || native(object) || !object.signed && object.speaks_chat();
+    let plain =
+        |object: &Object| format_name.is_some() || native(object) || !object.has_sign && object.is_chat_completion();
     let foreign = |foreign| Parsed::Foreign(Box::new(foreign));
     match object {
         Some(Ok(object)) if plain(&object) => Ok(Parsed::Shaped(Box::new(object))),
         Some(Ok(object)) => {
-            let foreign_record = detect::decode(&diagnose::text(record)?, wanted)?;
+            let foreign_record = detect::decode(&diagnose::text(record)?, format_name)?;
             Ok(foreign_record.map_or_else(|| Parsed::Shaped(Box::new(object)), foreign))
         }
         Some(Err(rejection)) if rejection.reason == Reason::WrongType => {
             // A producer may use one of these keys for something else.
             let text = diagnose::text(record)?;
-            if let Some(dumped) = detect::dump_that_knows(&text).filter(|_| wanted.is_none()) {
+            if let Some(dumped) = detect::recognized_format(&text).filter(|_| format_name.is_none()) {
                 return dumped.map(foreign);
             }
-            detect::decode(&text, wanted).ok().flatten().map(foreign).ok_or(rejection)
+            detect::decode(&text, format_name).ok().flatten().map(foreign).ok_or(rejection)
         }
         Some(Err(rejection)) => Err(rejection),
-        None => detect::decode(&diagnose::text(record)?, wanted)?.map(foreign).ok_or_else(|| unknown_form(record)),
+        None => detect::decode(&diagnose::text(record)?, format_name)?.map(foreign).ok_or_else(|| unknown_form(record)),
     }
 }
 
 fn decode_shaped(
     mut object: Object,
     record: &[u8],
-    wanted: Option<&str>,
+    format_name: Option<&str>,
     place: &mut Location,
 ) -> Decoded<(Form, Header, Body)> {
     let header = Header::read(&object.fields, object.tools.clone())?;
     place.trace.clone_from(&header.id);
     let form = detect(&object, record)?;
-    if let Some(name) = wanted.filter(|name| *name != form.name) {
-        let what = format!("the form is {} because {}, not {name}", form.name, form.sign);
+    if let Some(name) = format_name.filter(|name| *name != form.name) {
+        let what = format!("the form is {} because {}, not {name}", form.name, form.reason);
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-041", what)
             .why("A record of another form would be read as something it is not")
-            .cure("Read it with format=\"auto\", or name its own form"));
+            .fix("Read it with format=\"auto\", or name its own form"));
     }
     let body = match form {
         form::NATIVE => native::decode(&mut object, &header.sampling),
@@ -163,7 +164,7 @@ pub fn forms() -> impl Iterator<Item = Form> {
     form::SHAPED.into_iter().chain(detect::forms())
 }
 
-/// Returns the OpenAI-shaped form of a record. `Form::sign` is the reason for the choice.
+/// Returns the OpenAI-shaped form of a record. `Form::reason` is the reason for the choice.
 fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     match get(&object.fields, "format").and_then(Value::as_str) {
         Some(native::NAME) => return Ok(form::NATIVE),
@@ -176,7 +177,7 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     if object.has("messages") && object.has_object("response") && !object.has("request") {
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-042", "the record has both `messages` and `response`")
             .why("Whether the response is among the messages cannot be known")
-            .cure("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
+            .fix("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
     }
     if object.has("messages") {
         return Ok(form::CHAT);
@@ -197,7 +198,7 @@ fn unknown_version(version: &str) -> Rejection {
         format!("`format` is \"{version}\", and this version reads {}", native::NAME),
     )
     .why("A field may mean something else there")
-    .cure("Update tracegrad, or write the record as tracegrad/1")
+    .fix("Update tracegrad, or write the record as tracegrad/1")
 }
 
 fn unknown_form(record: &[u8]) -> Rejection {
@@ -205,7 +206,7 @@ fn unknown_form(record: &[u8]) -> Rejection {
     let description = if keys.is_empty() { "no key".to_owned() } else { format!("the keys {}", keys.join(", ")) };
     reject(Reason::UnknownForm, "TG-FORMAT-044", format!("a record with {description}"))
         .why("None of messages, calls, request with response, or choices is there, so it is in no accepted form")
-        .cure("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/trace-format.md for the accepted forms")
 }
 
 fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace {
@@ -222,10 +223,10 @@ fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace 
     template_kwargs.extend(header.template_kwargs);
     let id = header.id.unwrap_or_else(|| place.to_string());
     let location = Location { trace: Some(id.clone()), ..place };
-    let mut pictures: Vec<Picture> = Vec::new();
-    for picture in body.messages.iter().flat_map(|message| &message.pictures) {
-        if !pictures.iter().any(|other| other.digest == picture.digest) {
-            pictures.push(picture.clone());
+    let mut images: Vec<Image> = Vec::new();
+    for image in body.messages.iter().flat_map(|message| &message.images) {
+        if !images.iter().any(|other| other.digest == image.digest) {
+            images.push(image.clone());
         }
     }
     Trace {
@@ -240,8 +241,8 @@ fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace 
         tools: header.tools.or(body.tools),
         template_kwargs,
         model: header.model.or(body.model),
-        pictures,
-        media_left_out: None,
+        images,
+        missing_media: None,
         raw,
     }
 }

@@ -20,7 +20,7 @@ pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> 
     let nodes = record.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-045", "no `messages`")
             .why("A trace is the messages and what was sampled among them")
-            .cure("Write the messages as a list under `messages`")
+            .fix("Write the messages as a list under `messages`")
     })?;
     let mut placings = append(&mut body, nodes, sampling, "messages")?;
     body.conversation = (0..body.messages.len() as u32).collect();
@@ -50,7 +50,7 @@ fn place(body: &mut Body, turn: usize, placing: &Fields, main: u32) -> Decoded<(
                 "a generation in `extra_messages` names no `context`",
             )
             .why("What it was sampled after is not known")
-            .cure("Give the indices of the messages it saw, counted through messages and then extra_messages"));
+            .fix("Give the indices of the messages it saw, counted through messages and then extra_messages"));
         }
         Some(other) => return Err(bad_context(&other.to_string())),
     }
@@ -70,7 +70,7 @@ fn message_index(index: &Value, pool: usize) -> Decoded<u32> {
 fn bad_context(description: &str) -> Rejection {
     reject(Reason::WrongType, "TG-FORMAT-047", format!("`context` is {description}"))
         .why("It must be a list of the indices of other messages of the record")
-        .cure("Count through messages and then extra_messages, from 0")
+        .fix("Count through messages and then extra_messages, from 0")
 }
 
 /// Sorts generations by their `call` numbers, if they have any.
@@ -83,7 +83,7 @@ fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<V
     if let Some(turn) = numbers.iter().position(Option::is_none) {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-048", "a generation names no `call`, but others do")
             .why("The order of the calls is not known")
-            .cure("Number all generations of the record, or none")
+            .fix("Number all generations of the record, or none")
             .in_turn(turn));
     }
     let mut numbered: Vec<_> = numbers.into_iter().zip(generations).collect();

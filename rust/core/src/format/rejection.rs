@@ -36,7 +36,7 @@ pub enum Reason {
 
 impl Reason {
     /// Returns whether an adapter of the caller may recognise the record, so that it is not necessarily bad.
-    pub(crate) fn may_be_known(self) -> bool {
+    pub(crate) fn is_maybe_convertible(self) -> bool {
         use Reason::{Contradiction, FailedCall, Incomplete, UnknownForm, WrongType};
         matches!(self, UnknownForm | WrongType | Contradiction | Incomplete | FailedCall)
     }
@@ -67,7 +67,7 @@ impl Reason {
 pub struct Rejection {
     /// The reason under which it is counted.
     pub reason: Reason,
-    /// The error: what is wrong, where, why it matters, what to do.
+    /// The error: the problem, its place, why it matters, and the fix.
     pub error: Error,
 }
 
@@ -89,7 +89,7 @@ pub(crate) fn reject(reason: Reason, code: &'static str, what: impl Into<String>
 pub(crate) fn not_a_trace(code: &'static str, what: impl Into<String>) -> Rejection {
     reject(Reason::WrongType, code, what)
         .why("The record is not a trace in any accepted form")
-        .cure("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/trace-format.md for the accepted forms")
 }
 
 impl Rejection {
@@ -99,8 +99,8 @@ impl Rejection {
     }
 
     /// Adds what to do.
-    pub(crate) fn cure(self, cure: impl Into<String>) -> Self {
-        Self { error: self.error.cure(cure), ..self }
+    pub(crate) fn fix(self, cure: impl Into<String>) -> Self {
+        Self { error: self.error.fix(cure), ..self }
     }
 
     /// Adds the part of the record in which the problem is.

@@ -8,7 +8,7 @@ use serde_json::json;
 
 fn read(record: &[u8]) -> Decoded<Trace> {
     let place = Location { file: Some("runs.jsonl".into()), line: Some(7), ..Location::default() };
-    decode(record, Raw::Held(record.into()), &place, None).map(|record| record.trace)
+    decode(record, Raw::Memory(record.into()), &place, None).map(|record| record.trace)
 }
 
 fn read_json(record: &Value) -> Decoded<Trace> {
@@ -201,7 +201,7 @@ fn deep_nesting_is_refused_and_not_a_stack_overflow() {
                 let what = "runs.jsonl:7 trace 'a': JSON nested deeper than 128 levels at byte";
                 assert_refused(read(record(depth).as_bytes()), Reason::TooDeep, what);
             }
-            let raw = Raw::Held(b""[..].into());
+            let raw = Raw::Memory(b""[..].into());
             let named = decode(record(100_000).as_bytes(), raw, &Location::default(), Some("trl"));
             assert_refused(named, Reason::TooDeep, "");
         }
@@ -313,7 +313,7 @@ fn choices_and_responses_may_stand_in_a_message_list() {
         "logprobs": null, "token_ids": [5]});
     let response = json!({"object": "chat.completion", "prompt_token_ids": [1, 2, 3], "choices": [choice.clone(), choice.clone()]});
     let record = json!({"messages": [{"role": "user", "content": "?"}, choice, response]}).to_string();
-    let decoded = decode(record.as_bytes(), Raw::Held(b""[..].into()), &Location::default(), None).unwrap();
+    let decoded = decode(record.as_bytes(), Raw::Memory(b""[..].into()), &Location::default(), None).unwrap();
     let trace = decoded.trace;
     assert_eq!(decoded.unused_choices, 1);
     assert_eq!(trace.messages[1].value, json!({"content": "a", "role": "assistant"}));

@@ -19,7 +19,7 @@ const RESERVED: usize = 512;
 pub struct Columns {
     values: Vec<f32>,
     /// Counts of missing and invalid numbers. The columns of this value stay empty.
-    counted: Tokens,
+    counts: Tokens,
     pub texts: Pieces,
     pub bytes: Pieces,
     pub ids: Vec<u32>,
@@ -39,9 +39,9 @@ pub enum Text {
     Names(u32),
 }
 
-/// Offsets at which the text and the bytes of an entry begin.
+/// Offsets at which the text and the bytes of an entry start.
 #[derive(Debug, Clone, Copy)]
-pub struct Opened {
+pub struct EntryStart {
     text: usize,
     bytes: usize,
 }
@@ -57,16 +57,16 @@ impl Columns {
         self.names.is_some()
     }
 
-    /// Begins an entry whose text and bytes are appended to the columns directly.
-    pub fn open(&self) -> Opened {
-        Opened { text: self.texts.data.len(), bytes: self.bytes.data.len() }
+    /// Starts an entry whose text and bytes are appended to the columns directly.
+    pub fn open(&self) -> EntryStart {
+        EntryStart { text: self.texts.data.len(), bytes: self.bytes.data.len() }
     }
 
-    pub fn clear_text(&mut self, opened: Opened) {
+    pub fn clear_text(&mut self, opened: EntryStart) {
         self.texts.data.truncate(opened.text);
     }
 
-    pub fn clear_bytes(&mut self, opened: Opened) {
+    pub fn clear_bytes(&mut self, opened: EntryStart) {
         self.bytes.data.truncate(opened.bytes);
     }
 
@@ -94,7 +94,7 @@ impl Columns {
 
     #[inline]
     fn number(&mut self, reading: Reading, id: Option<u32>) {
-        let value = self.counted.take(reading);
+        let value = self.counts.take(reading);
         self.values.push(value);
         match id {
             Some(id) => self.ids.push(id),
@@ -136,7 +136,7 @@ impl Columns {
     /// Takes the numbers of a list next to `tokens`. Takes its texts and bytes too if its entries contain any.
     pub fn take_values(&mut self, mut list: Self) {
         list.spell();
-        (self.values, self.counted) = (list.values, list.counted);
+        (self.values, self.counts) = (list.values, list.counts);
         if any_known(&list.texts) {
             self.texts = list.texts;
         }
@@ -172,7 +172,7 @@ impl Columns {
             bytes: Some(self.bytes).filter(any_known),
             texts: Some(self.texts).filter(any_known),
             logprobs: (!self.values.is_empty()).then_some(self.values),
-            ..self.counted
+            ..self.counts
         }
     }
 
@@ -265,7 +265,7 @@ const SENTINEL: f64 = -9999.0;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Reading {
     /// A logprob in nats.
-    Known(f32),
+    Value(f32),
     /// null, NaN or -inf.
     Missing,
     /// Positive, or the sentinel -9999.0.
@@ -281,7 +281,7 @@ impl Reading {
         } else if value > 0.0 || value == SENTINEL {
             Self::Invalid
         } else {
-            Self::Known(short)
+            Self::Value(short)
         }
     }
 }
@@ -290,7 +290,7 @@ impl Reading {
 pub const BARE: [&str; 3] = ["NaN", "Infinity", "-Infinity"];
 
 /// Returns the number for a word such as `NaN`.
-pub fn spelled(word: &str) -> Option<f64> {
+pub fn number_from_word(word: &str) -> Option<f64> {
     match word {
         "NaN" | "nan" => Some(f64::NAN),
         "Infinity" | "inf" | "+inf" | "Inf" => Some(f64::INFINITY),
@@ -304,7 +304,7 @@ impl Tokens {
     #[inline]
     pub fn take(&mut self, reading: Reading) -> f32 {
         match reading {
-            Reading::Known(value) => return value,
+            Reading::Value(value) => return value,
             Reading::Missing => self.missing += 1,
             Reading::Invalid => self.invalid += 1,
         }
@@ -407,7 +407,7 @@ impl<'de> Deserialize<'de> for Reading {
         let value = Scalar::deserialize(deserializer)?;
         let number = match &value {
             Scalar::Null => return Ok(Self::Missing),
-            Scalar::Text(word) => spelled(word),
+            Scalar::Text(word) => number_from_word(word),
             number => number.number(),
         };
         number.map(Self::of).ok_or_else(|| value.refused("a logprob (a number or null)"))

@@ -3,7 +3,7 @@
 //! Several parsers read records, and some records are JSON to their own parser only. Therefore this module scans the
 //! string literals in the bytes, regardless of what is between them.
 
-use super::parts::{Picture, data_url, decoded, digest};
+use super::parts::{Image, data_url, decoded, digest};
 use crate::cancel;
 use crate::error::Result;
 use crate::record_bytes::Raw;
@@ -27,7 +27,7 @@ const MOST_PLACES: usize = 1 << 16;
 ///
 /// # Errors
 /// `Kind::Io` if the record cannot be read again.
-pub fn find(record: &Raw, wanted: &Picture) -> Result<Option<Vec<u8>>> {
+pub fn find(record: &Raw, wanted: &Image) -> Result<Option<Vec<u8>>> {
     let hint = {
         let places = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
         places.as_ref().and_then(|places| places.get(&wanted.digest).copied())
@@ -109,7 +109,7 @@ fn unescaped(text: &[u8]) -> Option<Cow<'_, str>> {
     serde_json::from_slice::<String>(&quoted).ok().map(Cow::Owned)
 }
 
-/// Returns the base64 of a string that is a data URL, or that begins like the base64 of a PNG, JPEG, WebP or GIF.
+/// Returns the base64 of a string that is a data URL, or that starts like the base64 of a PNG, JPEG, WebP or GIF.
 fn data_of(text: &str) -> Option<&str> {
     const STARTS: [&str; 5] = ["iVBOR", "/9j/", "_9j_", "UklGR", "R0lGOD"];
     if text.get(..5).is_some_and(|scheme| scheme.eq_ignore_ascii_case("data:")) {
@@ -125,8 +125,8 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use serde_json::json;
 
-    fn find_in(record: &[u8], wanted: &Picture) -> Option<Vec<u8>> {
-        find(&Raw::Held(record.into()), wanted).unwrap()
+    fn find_in(record: &[u8], wanted: &Image) -> Option<Vec<u8>> {
+        find(&Raw::Memory(record.into()), wanted).unwrap()
     }
 
     #[test]
@@ -140,11 +140,11 @@ mod tests {
         let loose = format!("{{\"reward\": NaN, \"x\": \"\\\\\", \"rest\": {text}}}");
         for text in [text.clone(), loose, text.replace('/', "\\/")] {
             for file in [&first[..], second] {
-                let wanted = Picture { digest: digest(file), length: file.len(), ..Picture::default() };
+                let wanted = Image { digest: digest(file), length: file.len(), ..Image::default() };
                 assert_eq!(find_in(text.as_bytes(), &wanted).as_deref(), Some(file), "{text}");
             }
         }
-        let other = Picture { digest: digest(b"three"), length: first.len(), ..Picture::default() };
+        let other = Image { digest: digest(b"three"), length: first.len(), ..Image::default() };
         assert_eq!(find_in(text.as_bytes(), &other), None);
         for broken in [&b"\""[..], b"\"\\", b"no JSON"] {
             assert_eq!(find_in(broken, &other), None);

@@ -9,7 +9,7 @@
 pub const MEDIA_TYPES: [&str; 4] = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 
 /// Maximum number of pixels. Pillow refuses to decode more.
-const MOST_PIXELS: u64 = 178_956_970;
+const MAX_PIXELS: u64 = 178_956_970;
 
 /// Maximum pixels of a side: the limit of JPEG and GIF.
 const LONGEST: u32 = 65_535;
@@ -42,7 +42,7 @@ pub fn read(file: &[u8]) -> Result<Header, String> {
     if width == 0 || height == 0 {
         return Err(format!("of {width} x {height} pixels"));
     }
-    if width > LONGEST || height > LONGEST || u64::from(width) * u64::from(height) > MOST_PIXELS {
+    if width > LONGEST || height > LONGEST || u64::from(width) * u64::from(height) > MAX_PIXELS {
         return Err(format!("of {width} x {height} pixels, which is more than any decoder takes"));
     }
     let (width, height) = if is_rotated(file) { (height, width) } else { (width, height) };
@@ -131,7 +131,7 @@ fn segments(file: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
                 // Fill bytes before a marker, and markers without a length.
                 0xff => at += 1,
                 0x01 | 0xd0..=0xd7 => at += 2,
-                // The image data begins, or the file ends.
+                // The image data starts, or the file ends.
                 0xd8..=0xda => return None,
                 marker => {
                     let length = big16(file, at + 2).filter(|&length| length >= 2)? as usize;

@@ -10,4 +10,4 @@ mod parts;
 
 pub use bytes::{digests, find};
 pub use header::MEDIA_TYPES;
-pub use parts::{Picture, digest, handles, holds, is_handle, take, why_not};
+pub use parts::{Image, digest, extract, handles, holds, is_handle, reason_unavailable};

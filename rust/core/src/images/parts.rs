@@ -11,7 +11,7 @@ const HANDLE: &str = "blake3:";
 
 /// The file of an image that a record contains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Picture {
+pub struct Image {
     /// Its blake3 digest.
     pub digest: [u8; 32],
     /// Width in pixels, from its header.
@@ -25,24 +25,24 @@ pub struct Picture {
 }
 
 /// Removes the images from the content of a message, replaces them with digests, and returns them.
-pub fn take(message: &mut Value) -> Vec<Picture> {
+pub fn extract(message: &mut Value) -> Vec<Image> {
     // For few keys, comparing is faster than hashing. Most messages contain only text.
     let fields = message.as_object_mut().into_iter().flatten();
     let parts = fields.filter(|(key, _)| *key == "content").find_map(|(_, content)| content.as_array_mut());
-    let mut pictures = Vec::new();
+    let mut images = Vec::new();
     for part in parts.into_iter().flatten() {
-        if let Some(Ok(picture)) = image_data(part).map(|(data, _)| picture_of(&data)) {
-            let name = format!("{HANDLE}{}", blake3::Hash::from_bytes(picture.digest).to_hex());
+        if let Some(Ok(image)) = image_data(part).map(|(data, _)| image_of(&data)) {
+            let name = format!("{HANDLE}{}", blake3::Hash::from_bytes(image.digest).to_hex());
             *part = json!({"type": "image", "image": name});
-            pictures.push(picture);
+            images.push(image);
         }
     }
-    pictures
+    images
 }
 
 /// Returns true if a part contains the bytes of a supported image.
 pub fn holds(part: &Value) -> bool {
-    image_data(part).is_some_and(|(data, _)| picture_of(&data).is_ok())
+    image_data(part).is_some_and(|(data, _)| image_of(&data).is_ok())
 }
 
 /// Returns the digests of the images of a message, in order.
@@ -63,13 +63,13 @@ fn handle(part: &Value) -> Option<[u8; 32]> {
 
 /// Returns the reason why a part of a message is not an available image, worded to follow "a part". Returns `None` if
 /// the part shows no image.
-pub fn why_not(part: &Value) -> Option<String> {
+pub fn reason_unavailable(part: &Value) -> Option<String> {
     let fields = part.as_object()?;
     if fields.get("uuid").is_some_and(|uuid| !uuid.is_null()) {
         return Some("with a picture that a server may have taken from its cache by `uuid`".into());
     }
     if let Some((data, _)) = image_data(part) {
-        return picture_of(&data).err().map(|why| format!("with a picture {why}"));
+        return image_of(&data).err().map(|why| format!("with a picture {why}"));
     }
     let place = places(fields).find_map(|value| value.as_str())?;
     let kind = place.split(':').next().unwrap_or_default();
@@ -146,10 +146,10 @@ pub(super) fn decoded(data: &str) -> Option<Vec<u8>> {
 }
 
 /// Returns the facts in the header of a file.
-fn picture_of(file: &[u8]) -> Result<Picture, String> {
+fn image_of(file: &[u8]) -> Result<Image, String> {
     let header = header::read(file)?;
     let Header { width, height, kind } = header;
-    Ok(Picture { digest: digest(file), width, height, kind, length: file.len() })
+    Ok(Image { digest: digest(file), width, height, kind, length: file.len() })
 }
 
 /// Returns the blake3 digest of a file.
@@ -185,9 +185,9 @@ mod tests {
         ];
         for part in parts {
             let mut message = json!({"role": "user", "content": ["before", part, {"type": "text", "text": "behind"}]});
-            let pictures = take(&mut message);
+            let images = extract(&mut message);
             let digest = *blake3::hash(GIF).as_bytes();
-            assert_eq!(pictures, [Picture { digest, width: 5, height: 7, kind: 3, length: GIF.len() }], "{part}");
+            assert_eq!(images, [Image { digest, width: 5, height: 7, kind: 3, length: GIF.len() }], "{part}");
             assert_eq!(handles(&message), [digest]);
             let content = message["content"].as_array().unwrap();
             assert_eq!(content[1], json!({"type": "image", "image": format!("blake3:{}", blake3::hash(GIF).to_hex())}));
@@ -210,13 +210,13 @@ mod tests {
         for (part, word) in cases {
             let mut message = json!({"role": "user", "content": [part]});
             let before = message.clone();
-            assert!(take(&mut message).is_empty() && message == before, "{part}");
-            assert!(why_not(&part).unwrap().contains(word), "{part} {:?}", why_not(&part));
+            assert!(extract(&mut message).is_empty() && message == before, "{part}");
+            assert!(reason_unavailable(&part).unwrap().contains(word), "{part} {:?}", reason_unavailable(&part));
         }
         for part in [json!({"type": "text", "text": "x"}), json!("x"), json!({"type": "video_url", "video_url": "x"})] {
-            assert_eq!(why_not(&part), None);
+            assert_eq!(reason_unavailable(&part), None);
         }
         let text = json!({"role": "user", "content": "data:image/png;base64,AAAA"});
-        assert!(take(&mut text.clone()).is_empty());
+        assert!(extract(&mut text.clone()).is_empty());
     }
 }

@@ -6,7 +6,7 @@ mod tests;
 use super::bins::{BestFit, Unit, rows_of};
 use super::check::{check_budget, check_inside, check_length};
 use super::prefix::{Entry, RunningMin, common, sorted};
-use crate::cancel::{now_and_then, sort_by_key};
+use crate::cancel::{check_every_16384, sort_by_key};
 use crate::{Error, Kind, Result, pool};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -14,7 +14,7 @@ use std::ops::Range;
 
 /// The branches to place, and the limits of ranks and rows.
 #[derive(Debug, Clone, Copy)]
-pub struct Demand<'a> {
+pub struct PackRequest<'a> {
     /// [T] token ids.
     pub ids: &'a [i32],
     /// [N+1] branch n is tokens `cu_seqlens[n]..cu_seqlens[n + 1]`.
@@ -30,13 +30,13 @@ pub struct Demand<'a> {
     /// Number of training processes.
     pub ranks: usize,
     /// Maximum number of tokens in a row.
-    pub token_budget: usize,
+    pub tokens_per_row: usize,
     /// True if all branches of a trace must be in one row.
     pub whole_traces: bool,
     /// The cost model for a rank's work.
     pub cost: Cost,
     /// Share prefixes in a step if that divides its cost by more than this. `None` never shares.
-    pub least_gain: Option<f64>,
+    pub min_sharing_gain: Option<f64>,
 }
 
 /// The effect of sharing prefixes on a step, over all ranks.
@@ -56,7 +56,7 @@ pub struct Gain {
 
 /// The placement of each branch.
 #[derive(Debug, Default)]
-pub struct Placed {
+pub struct Placement {
     /// [N] rank; -1 if the branch is not laid out.
     pub rank: Vec<i32>,
     /// [N] row among those of its step and rank; -1 if the branch is not laid out.
@@ -80,13 +80,14 @@ pub struct Placed {
 ///
 /// # Errors
 /// Fails if a length exceeds the budget, or if slices are inconsistent.
-pub fn place(demand: Demand<'_>) -> Result<Placed> {
-    check(demand)?;
-    let (count, steps) = (demand.length.len(), demand.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
-    let by_step = traces_by_step(demand, steps as usize);
-    let plans = pool::map(by_step, || (), |(), traces| plan(demand, &traces));
+pub fn place(request: PackRequest<'_>) -> Result<Placement> {
+    check(request)?;
+    let (count, steps) = (request.length.len(), request.step.iter().copied().max().map_or(0, |last| (last + 1).max(0)));
+    let by_step = traces_by_step(request, steps as usize);
+    let plans = pool::map(by_step, || (), |(), traces| plan(request, &traces));
     let plans: Vec<Plan> = plans.into_iter().collect::<Result<_>>()?;
-    let mut out = Placed { rank: vec![-1; count], row: vec![-1; count], order: vec![-1; count], ..Placed::default() };
+    let mut out =
+        Placement { rank: vec![-1; count], row: vec![-1; count], order: vec![-1; count], ..Placement::default() };
     for plan in plans {
         for (order, spot) in (0..).zip(&plan.spots) {
             out.rank[spot.branch as usize] = spot.rank as i32;
@@ -100,19 +101,19 @@ pub fn place(demand: Demand<'_>) -> Result<Placed> {
     Ok(out)
 }
 
-fn check(demand: Demand<'_>) -> Result<()> {
-    check_budget(demand.token_budget)?;
-    let count = demand.length.len();
-    check_length("trace", demand.trace.len(), count)?;
-    check_length("terms", demand.terms.len(), count)?;
-    check_length("cu_seqlens", demand.cu_seqlens.len(), count + 1)?;
-    check_length("step", demand.step.len(), demand.trace.last().map_or(0, |&last| last as usize + 1))?;
-    if demand.ranks == 0 {
+fn check(request: PackRequest<'_>) -> Result<()> {
+    check_budget(request.tokens_per_row)?;
+    let count = request.length.len();
+    check_length("trace", request.trace.len(), count)?;
+    check_length("terms", request.terms.len(), count)?;
+    check_length("cu_seqlens", request.cu_seqlens.len(), count + 1)?;
+    check_length("step", request.step.len(), request.trace.last().map_or(0, |&last| last as usize + 1))?;
+    if request.ranks == 0 {
         return Err(
-            Error::new(Kind::Argument, "TG-PACK-501", "ranks is 0").cure("Pass the number of processes that train")
+            Error::new(Kind::Argument, "TG-PACK-501", "ranks is 0").fix("Pass the number of processes that train")
         );
     }
-    let costs = [demand.cost.token, demand.cost.pair, demand.cost.term];
+    let costs = [request.cost.token, request.cost.pair, request.cost.term];
     if costs.iter().any(|cost| !cost.is_finite() || *cost < 0.0) {
         return Err(Error::new(
             Kind::Argument,
@@ -120,10 +121,10 @@ fn check(demand: Demand<'_>) -> Result<()> {
             format!("the cost {costs:?} is not finite or is negative"),
         )
         .why("It says what a token, a pair and a term cost")
-        .cure("Take it from the shape of the model"));
+        .fix("Take it from the shape of the model"));
     }
-    check_inside(demand.cu_seqlens, demand.length, demand.ids.len())?;
-    let trace = demand.trace;
+    check_inside(request.cu_seqlens, request.length, request.ids.len())?;
+    let trace = request.trace;
     if trace.first().is_some_and(|&first| first != 0) || trace.windows(2).any(|w| !(0..=1).contains(&(w[1] - w[0]))) {
         return Err(Error::new(Kind::Argument, "TG-PACK-503", "trace does not count up from 0 without gaps"));
     }
@@ -131,15 +132,15 @@ fn check(demand: Demand<'_>) -> Result<()> {
 }
 
 /// Returns, for each step, its traces with something to lay out, as ranges of branches, in order.
-fn traces_by_step(demand: Demand<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
+fn traces_by_step(request: PackRequest<'_>, steps: usize) -> Vec<Vec<Range<usize>>> {
     let mut by_step = vec![Vec::new(); steps];
     let mut first = 0;
-    for run in demand.trace.chunk_by(|a, b| a == b) {
-        now_and_then(run[0] as usize);
+    for run in request.trace.chunk_by(|a, b| a == b) {
+        check_every_16384(run[0] as usize);
         let branches = first..first + run.len();
         first = branches.end;
-        let step = demand.step[run[0] as usize];
-        if step >= 0 && demand.length[branches.clone()].iter().any(|&tokens| tokens > 0) {
+        let step = request.step[run[0] as usize];
+        if step >= 0 && request.length[branches.clone()].iter().any(|&tokens| tokens > 0) {
             by_step[step as usize].push(branches);
         }
     }
@@ -168,48 +169,50 @@ struct Plan {
 /// Branches that are moved together, with their positions in the step's order (ascending), and their total tokens and
 /// cost.
 #[derive(Debug, Clone)]
-struct Together {
+struct UnitOfBranches {
     places: Vec<u32>,
     tokens: usize,
     cost: f64,
 }
 
-fn plan(demand: Demand<'_>, traces: &[Range<usize>]) -> Result<Plan> {
-    let has_tokens = |branch: &u32| demand.length[*branch as usize] > 0;
+fn plan(request: PackRequest<'_>, traces: &[Range<usize>]) -> Result<Plan> {
+    let has_tokens = |branch: &u32| request.length[*branch as usize] > 0;
     let branches: Vec<u32> = traces.iter().cloned().flatten().map(|branch| branch as u32).filter(has_tokens).collect();
     let plain: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
-    let Some(floor) = demand.least_gain else { return place_step(Order { demand, entries: &plain, shares: false }) };
-    let entries = sorted(&branches, |branch| demand.text(branch));
-    let mut shared = place_step(Order { demand, entries: &entries, shares: true })?;
-    let fits_row = |trace: &Range<usize>| {
-        let tokens: usize = demand.length[trace.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
-        tokens <= demand.token_budget
+    let Some(floor) = request.min_sharing_gain else {
+        return place_step(Order { request, entries: &plain, shares: false });
     };
-    let needed = demand.whole_traces && !traces.iter().all(fits_row);
-    let gain_of_sharing = gain(demand, &shared.spots);
+    let entries = sorted(&branches, |branch| request.text(branch));
+    let mut shared = place_step(Order { request, entries: &entries, shares: true })?;
+    let fits_row = |trace: &Range<usize>| {
+        let tokens: usize = request.length[trace.clone()].iter().map(|&tokens| tokens.max(0) as usize).sum();
+        tokens <= request.tokens_per_row
+    };
+    let needed = request.whole_traces && !traces.iter().all(fits_row);
+    let gain_of_sharing = gain(request, &shared.spots);
     shared.gain = Gain { needed, shared: needed || gain_of_sharing.ratio > floor, ..gain_of_sharing };
     if shared.gain.shared {
         return Ok(shared);
     }
-    Ok(Plan { gain: shared.gain, ..place_step(Order { demand, entries: &plain, shares: false })? })
+    Ok(Plan { gain: shared.gain, ..place_step(Order { request, entries: &plain, shares: false })? })
 }
 
 /// Places the branches of a step.
 fn place_step(order: Order<'_>) -> Result<Plan> {
-    let demand = order.demand;
+    let request = order.request;
     let traces = order.traces();
     let shared = order.shared(traces.iter().map(|trace| trace.places[0]));
     let works: Vec<Work> = traces.iter().zip(shared).map(|(trace, shared)| order.work(trace, shared)).collect();
-    let (rank_of, load) = balance(&works, demand.ranks, demand.cost);
-    let total_tokens: usize = order.entries.iter().map(|entry| demand.text(entry.branch).len()).sum();
-    let mut fit = BestFit::new(demand.token_budget.min(total_tokens.max(1)));
-    let mut shares: Vec<Vec<Together>> = vec![Vec::new(); demand.ranks];
+    let (rank_of, load) = balance(&works, request.ranks, request.cost);
+    let total_tokens: usize = order.entries.iter().map(|entry| request.text(entry.branch).len()).sum();
+    let mut fit = BestFit::new(request.tokens_per_row.min(total_tokens.max(1)));
+    let mut shares: Vec<Vec<UnitOfBranches>> = vec![Vec::new(); request.ranks];
     for (trace, rank) in traces.into_iter().zip(rank_of) {
         shares[rank as usize].push(trace);
     }
     let mut out = Plan { load, spots: Vec::with_capacity(order.entries.len()), ..Plan::default() };
     for (rank, mut units) in (0..).zip(shares) {
-        if !demand.whole_traces {
+        if !request.whole_traces {
             let mut places: Vec<u32> = units.into_iter().flat_map(|unit| unit.places).collect();
             places.sort_unstable();
             units = places.into_iter().map(|place| order.together(vec![place])).collect();
@@ -223,18 +226,18 @@ fn place_step(order: Order<'_>) -> Result<Plan> {
 /// Assigns the units of a rank to rows. Returns the number of rows.
 fn place_rank(
     order: Order<'_>,
-    units: &[Together],
+    units: &[UnitOfBranches],
     rank: u32,
     fit: &mut BestFit,
     spots: &mut Vec<Spot>,
 ) -> Result<usize> {
-    let budget = order.demand.token_budget;
+    let budget = order.request.tokens_per_row;
     if let Some(too_long) = units.iter().find(|unit| unit.tokens > budget) {
         let branch = order.entries[too_long.places[0] as usize].branch;
         return Err(Error::new(
             Kind::Argument,
             "TG-PACK-504",
-            format!("branch {branch} has {} tokens to lay out, but token_budget is {budget}", too_long.tokens),
+            format!("branch {branch} has {} tokens to lay out, but tokens_per_row is {budget}", too_long.tokens),
         ));
     }
     let shared = order.shared(units.iter().map(|unit| unit.places[0]));
@@ -249,27 +252,27 @@ fn place_rank(
 }
 
 /// Computes cost and tokens of the existing rows if each lays out a common prefix once.
-fn gain(demand: Demand<'_>, spots: &[Spot]) -> Gain {
+fn gain(request: PackRequest<'_>, spots: &[Spot]) -> Gain {
     let mut by_row: Vec<&Spot> = spots.iter().collect();
     sort_by_key(&mut by_row, |spot| (spot.rank, spot.row, spot.place));
     let (mut out, mut plain, mut tree) = (Gain::default(), 0.0, 0.0);
     let mut previous: Option<&Spot> = None;
     for (round, spot) in by_row.into_iter().enumerate() {
-        now_and_then(round);
-        let text = demand.text(spot.branch);
+        check_every_16384(round);
+        let text = request.text(spot.branch);
         let above = previous.filter(|previous| (previous.rank, previous.row) == (spot.rank, spot.row));
-        let shared = above.map_or(0, |above| common(demand.text(above.branch), text));
-        let head = demand.cost.term * f64::from(demand.terms[spot.branch as usize]);
+        let shared = above.map_or(0, |above| common(request.text(above.branch), text));
+        let head = request.cost.term * f64::from(request.terms[spot.branch as usize]);
         out.tokens += text.len() as u64;
         out.tree_tokens += (text.len() - shared) as u64;
-        plain += demand.cost.of(text.len()) + head;
-        tree += demand.cost.of(text.len()) - demand.cost.of(shared) + head;
+        plain += request.cost.of(text.len()) + head;
+        tree += request.cost.of(text.len()) - request.cost.of(shared) + head;
         previous = Some(spot);
     }
     Gain { ratio: if tree > 0.0 { plain / tree } else { 1.0 }, ..out }
 }
 
-impl<'a> Demand<'a> {
+impl<'a> PackRequest<'a> {
     /// Returns the tokens of a branch that are laid out.
     fn text(&self, branch: u32) -> &'a [i32] {
         let start = self.cu_seqlens[branch as usize] as usize;
@@ -280,43 +283,43 @@ impl<'a> Demand<'a> {
 /// The branches of a step in an order, which is lexicographic if prefixes are shared.
 #[derive(Debug, Clone, Copy)]
 struct Order<'a> {
-    demand: Demand<'a>,
+    request: PackRequest<'a>,
     entries: &'a [Entry],
     shares: bool,
 }
 
 impl Order<'_> {
     fn text(&self, place: u32) -> &[i32] {
-        self.demand.text(self.entries[place as usize].branch)
+        self.request.text(self.entries[place as usize].branch)
     }
 
     /// Returns the traces, ordered by their first positions.
-    fn traces(&self) -> Vec<Together> {
-        let trace = |place: u32| self.demand.trace[self.entries[place as usize].branch as usize];
+    fn traces(&self) -> Vec<UnitOfBranches> {
+        let trace = |place: u32| self.request.trace[self.entries[place as usize].branch as usize];
         let mut places: Vec<u32> = (0..self.entries.len() as u32).collect();
         sort_by_key(&mut places, |&place| (trace(place), place));
         let runs = places.chunk_by(|&a, &b| trace(a) == trace(b));
-        let mut out: Vec<Together> = runs.map(|run| self.together(run.to_vec())).collect();
+        let mut out: Vec<UnitOfBranches> = runs.map(|run| self.together(run.to_vec())).collect();
         sort_by_key(&mut out, |trace| trace.places[0]);
         out
     }
 
     /// Combines branches and computes their total tokens and cost. Common prefixes count once if they are shared.
-    fn together(&self, places: Vec<u32>) -> Together {
-        let (cost, mut tokens, mut total) = (self.demand.cost, 0, 0.0);
+    fn together(&self, places: Vec<u32>) -> UnitOfBranches {
+        let (cost, mut tokens, mut total) = (self.request.cost, 0, 0.0);
         for (n, &place) in places.iter().enumerate() {
-            now_and_then(place as usize);
+            check_every_16384(place as usize);
             let text = self.text(place);
             let shared = if self.shares && n > 0 { common(self.text(places[n - 1]), text) } else { 0 };
-            let terms = self.demand.terms[self.entries[place as usize].branch as usize];
+            let terms = self.request.terms[self.entries[place as usize].branch as usize];
             tokens += text.len() - shared;
             total += cost.of(text.len()) - cost.of(shared) + cost.term * f64::from(terms);
         }
-        Together { places, tokens, cost: total }
+        UnitOfBranches { places, tokens, cost: total }
     }
 
-    fn work(&self, trace: &Together, shared: u32) -> Work {
-        Work { cost: trace.cost, prefix: self.demand.cost.of(shared as usize), shared }
+    fn work(&self, trace: &UnitOfBranches, shared: u32) -> Work {
+        Work { cost: trace.cost, prefix: self.request.cost.of(shared as usize), shared }
     }
 
     /// For each of the ascending positions, returns the length of its common prefix with the previous one.
@@ -325,7 +328,7 @@ impl Order<'_> {
         let (mut previous, mut pushed) = (None, 0);
         let mut out = Vec::new();
         for place in places.map(|place| place as usize) {
-            now_and_then(out.len());
+            check_every_16384(out.len());
             for (at, entry) in self.entries.iter().enumerate().take(place + 1).skip(pushed) {
                 running.push(at, entry.shared);
             }
@@ -404,7 +407,7 @@ pub fn balance(works: &[Work], ranks: usize, cost: Cost) -> (Vec<u32>, Vec<f64>)
 fn parts(works: &[Work], limit: f64) -> Vec<(f64, Range<usize>)> {
     let mut out: Vec<(f64, Range<usize>)> = Vec::new();
     for (place, work) in works.iter().enumerate() {
-        now_and_then(place);
+        check_every_16384(place);
         let added_cost = work.cost - work.prefix;
         match out.last_mut() {
             Some((cost, run)) if work.prefix > LOOSE * work.cost && *cost + added_cost <= limit => {
@@ -424,7 +427,7 @@ fn longest_first(parts: &[(f64, Range<usize>)], works: usize, ranks: usize) -> V
     let mut load: BinaryHeap<Reverse<(u64, usize)>> = (0..ranks).map(|rank| Reverse((0, rank))).collect();
     let mut out = vec![0; works];
     for (round, part) in order.into_iter().enumerate() {
-        now_and_then(round);
+        check_every_16384(round);
         let (cost, run) = &parts[part];
         let Some(Reverse((load_before, rank))) = load.pop() else { continue };
         load.push(Reverse(((f64::from_bits(load_before) + cost).to_bits(), rank)));
@@ -439,7 +442,7 @@ fn loads(works: &[Work], rank: &[u32], ranks: usize, cost: Cost) -> Vec<f64> {
     let mut last: Vec<Option<usize>> = vec![None; ranks];
     let mut running = RunningMin::default();
     for (place, work) in works.iter().enumerate() {
-        now_and_then(place);
+        check_every_16384(place);
         running.push(place, work.shared);
         let rank = rank[place] as usize;
         let shared = last[rank].map_or(0, |last| running.after(last));

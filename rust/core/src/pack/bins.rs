@@ -1,6 +1,6 @@
 //! Bin packing of branches into rows: best fit from the leaves of the prefix tree to its root.
 
-use crate::cancel::{now_and_then, sort_by_key};
+use crate::cancel::{check_every_16384, sort_by_key};
 use std::cmp::Reverse;
 
 /// A unit that must be in one row: a branch, or all branches of a trace.
@@ -20,7 +20,7 @@ struct Bundle {
     last: u32,
 }
 
-/// A node of the prefix tree: the units below the tokens with which all of them begin.
+/// A node of the prefix tree: the units below the tokens with which all of them start.
 #[derive(Debug)]
 struct Node {
     depth: usize,
@@ -37,7 +37,7 @@ pub fn rows_of(units: &[Unit], budget: usize, fit: &mut BestFit) -> (Vec<u32>, u
     let mut next: Vec<Option<u32>> = vec![None; units.len()];
     let mut open = vec![Node { depth: 0, bundles: Vec::new() }];
     for (place, unit) in (0u32..).zip(units) {
-        now_and_then(place as usize);
+        check_every_16384(place as usize);
         close(&mut open, unit.shared, budget, fit, &mut next);
         if let Some(node) = open.last_mut() {
             node.bundles.push(Bundle { tokens: unit.tokens, first: place, last: place });
@@ -85,7 +85,7 @@ fn join(mut node: Node, budget: usize, fit: &mut BestFit, next: &mut [Option<u32
         sort_by_key(&mut node.bundles, |bundle| (Reverse(bundle.tokens), bundle.first));
         fit.reset_to(budget - depth);
         for (round, bundle) in node.bundles.into_iter().enumerate() {
-            now_and_then(round);
+            check_every_16384(round);
             let row = fit.place(bundle.tokens - depth) as usize;
             joined.resize(joined.len().max(row + 1), None);
             append(&mut joined[row], bundle, depth, next);

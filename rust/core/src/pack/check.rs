@@ -9,7 +9,7 @@ pub(super) fn check_length(name: &str, actual: usize, expected: usize) -> Result
     }
     Err(Error::new(Kind::Argument, "TG-PACK-505", format!("{name} has {actual} entries, but {expected} are needed"))
         .why("Each array has one entry per element")
-        .cure("Pass arrays of equal length"))
+        .fix("Pass arrays of equal length"))
 }
 
 /// Returns an error if a branch is longer than its tokens, or ends after the last token.
@@ -23,11 +23,11 @@ pub(super) fn check_inside(cu_seqlens: &[i64], length: &[i32], tokens: usize) ->
 }
 
 /// Returns an error for a budget of zero tokens or beyond 32 bits.
-pub(super) fn check_budget(token_budget: usize) -> Result<()> {
-    if token_budget > 0 && i32::try_from(token_budget).is_ok() {
+pub(super) fn check_budget(tokens_per_row: usize) -> Result<()> {
+    if tokens_per_row > 0 && i32::try_from(tokens_per_row).is_ok() {
         return Ok(());
     }
-    Err(Error::new(Kind::Argument, "TG-PACK-507", format!("token_budget is {token_budget}"))
+    Err(Error::new(Kind::Argument, "TG-PACK-507", format!("tokens_per_row is {tokens_per_row}"))
         .why("A row holds at least one token and is indexed by 32-bit integers")
-        .cure("Pass a budget between 1 and 2147483647"))
+        .fix("Pass a budget between 1 and 2147483647"))
 }

@@ -16,17 +16,17 @@ use std::ops::Range;
 ///
 /// # Errors
 /// Fails if slices are inconsistent.
-pub fn lay(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
+pub fn write_rows(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<Layout> {
     let mut out = Layout::default();
-    lay_into(tokens, plan, multiple, &mut out)?;
+    write_rows_into(tokens, plan, multiple, &mut out)?;
     Ok(out)
 }
 
-/// Runs [`lay`] into an existing layout and reuses its memory.
+/// Runs [`write_rows`] into an existing layout and reuses its memory.
 ///
 /// # Errors
-/// Same as [`lay`]. The layout is then empty or contains some of the rows.
-pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut Layout) -> Result<()> {
+/// Same as [`write_rows`]. The layout is then empty or contains some of the rows.
+pub fn write_rows_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut Layout) -> Result<()> {
     out.clear();
     check(tokens, plan, multiple)?;
     out.cu_rows = offsets(plan.rows.iter().map(|&count| count.max(0) as i64));
@@ -34,7 +34,7 @@ pub fn lay_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out: &mut L
     let first_term = number_terms(out, tokens, plan, &terms);
     let by_row = branches_by_row(&out.cu_rows, plan)?;
     out.reserve(plan, &terms);
-    for offsets in [&mut out.cu_tokens, &mut out.cu_heads, &mut out.cu_row_terms] {
+    for offsets in [&mut out.cu_tokens, &mut out.cu_logit_rows, &mut out.cu_row_terms] {
         offsets.push(0);
     }
     for branches in &by_row {
@@ -77,7 +77,7 @@ fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
             .why("Nothing stands before it, so no hidden state predicts it"));
     }
     if multiple == 0 {
-        return Err(Error::new(Kind::Argument, "TG-PACK-510", "pad_to_multiple_of is 0").cure("Pass 1 for no padding"));
+        return Err(Error::new(Kind::Argument, "TG-PACK-510", "pad_to_multiple_of is 0").fix("Pass 1 for no padding"));
     }
     Ok(())
 }
@@ -177,7 +177,7 @@ struct Row<'a> {
 
 impl<'a> Row<'a> {
     fn begin(out: &'a mut Layout, shares: bool) -> Self {
-        let (start, head) = (out.ids.len(), out.read.len());
+        let (start, head) = (out.ids.len(), out.predictor.len());
         Self { out, start, head, path: Vec::new(), depth: 0, shares, heads: Vec::new(), others: HashMap::new() }
     }
 
@@ -219,7 +219,7 @@ impl<'a> Row<'a> {
         }
         let mut term = first_term;
         for run in runs(&piece.trainable[shared..]) {
-            let (count, head) = (run.len() as i32, (self.out.read.len() - self.head) as i32);
+            let (count, head) = (run.len() as i32, (self.out.predictor.len() - self.head) as i32);
             if self.shares {
                 let heads = &mut self.heads[here + run.start..here + run.end];
                 heads.iter_mut().zip(head..).for_each(|(slot, head)| *slot = head);
@@ -227,10 +227,10 @@ impl<'a> Row<'a> {
             let mut first = (here + run.start) as i32 - 1;
             if run.start == 0 {
                 // The first token of a branch is never a term, so `above` exists. The next term is read at this token.
-                self.out.read.push(above.unwrap_or(here) as i32);
+                self.out.predictor.push(above.unwrap_or(here) as i32);
                 first += 1;
             }
-            self.out.read.extend(first..(here + run.end) as i32 - 1);
+            self.out.predictor.extend(first..(here + run.end) as i32 - 1);
             let terms = shared + run.start..shared + run.end;
             self.out.target.extend_from_slice(&piece.ids[terms.clone()]);
             self.out.inv_temperature.extend_from_slice(&piece.inv_temperature[terms]);
@@ -266,7 +266,7 @@ impl<'a> Row<'a> {
 
     /// Returns the head row that predicts a token at a temperature: the existing one, or a new one.
     fn head_row(&mut self, token: usize, read: usize, target: i32, inv_temperature: f32) -> i32 {
-        let new = (self.out.read.len() - self.head) as i32;
+        let new = (self.out.predictor.len() - self.head) as i32;
         let first = self.heads[token];
         let head = if first < 0 {
             self.heads[token] = new;
@@ -277,7 +277,7 @@ impl<'a> Row<'a> {
             *self.others.entry((token, inv_temperature.to_bits())).or_insert(new)
         };
         if head == new {
-            self.out.read.push(read as i32);
+            self.out.predictor.push(read as i32);
             self.out.target.push(target);
             self.out.inv_temperature.push(inv_temperature);
         }
@@ -293,7 +293,7 @@ impl<'a> Row<'a> {
         out.positions.resize(self.start + padded, 0);
         out.tree_end.extend((filled as i32..padded as i32).map(|k| k + 1));
         out.cu_tokens.push(out.ids.len() as i64);
-        out.cu_heads.push(out.read.len() as i64);
+        out.cu_logit_rows.push(out.predictor.len() as i64);
         out.cu_row_terms.push(out.row.len() as i64);
     }
 }
@@ -328,7 +328,7 @@ pub struct Plan<'a> {
     pub shared: &'a [bool],
 }
 
-/// All rows of one rank, step after step and row after row. Indices within a row or a step begin at 0.
+/// All rows of one rank, step after step and row after row. Indices within a row or a step start at 0.
 #[derive(Debug, Default)]
 pub struct Layout {
     /// [T] token ids; 0 for padding.
@@ -341,7 +341,7 @@ pub struct Layout {
     pub cu_tokens: Vec<i64>,
     /// [U] the position in the row whose hidden state predicts the token. Head rows differ in this, `target` or
     /// `inv_temperature`.
-    pub read: Vec<i32>,
+    pub predictor: Vec<i32>,
     /// [U] the predicted token.
     pub target: Vec<i32>,
     /// [U] the input's value at the predicted token.
@@ -351,7 +351,7 @@ pub struct Layout {
     /// [m] index of each term in its step.
     pub term: Vec<i32>,
     /// [rows + 1] start of each row's head rows.
-    pub cu_heads: Vec<i64>,
+    pub cu_logit_rows: Vec<i64>,
     /// [rows + 1] start of each row's terms.
     pub cu_row_terms: Vec<i64>,
     /// [steps + 1] start of each step's rows.
@@ -386,11 +386,11 @@ impl<'a> Tokens<'a> {
 
 impl Layout {
     pub(super) fn clear(&mut self) {
-        let Self { ids, positions, tree_end, read, target, row, term, branch, .. } = self;
+        let Self { ids, positions, tree_end, predictor: read, target, row, term, branch, .. } = self;
         for column in [ids, positions, tree_end, read, target, row, term, branch] {
             column.clear();
         }
-        for column in [&mut self.cu_tokens, &mut self.cu_heads, &mut self.cu_row_terms, &mut self.origin] {
+        for column in [&mut self.cu_tokens, &mut self.cu_logit_rows, &mut self.cu_row_terms, &mut self.origin] {
             column.clear();
         }
         self.inv_temperature.clear();
@@ -403,7 +403,7 @@ impl Layout {
         for column in [&mut self.ids, &mut self.positions, &mut self.tree_end] {
             column.reserve(tokens);
         }
-        for column in [&mut self.read, &mut self.target, &mut self.row, &mut self.term] {
+        for column in [&mut self.predictor, &mut self.target, &mut self.row, &mut self.term] {
             column.reserve(heads);
         }
         self.inv_temperature.reserve(heads);
@@ -428,7 +428,7 @@ impl Gather {
     /// Copies the values of the terms' tokens.
     pub fn of_tokens<T: Copy>(&self, values: &[T], out: &mut [T]) {
         for (round, (terms, first)) in self.tokens.iter().enumerate() {
-            cancel::now_and_then(round);
+            cancel::check_every_16384(round);
             out[terms.clone()].copy_from_slice(&values[*first..first + terms.len()]);
         }
     }
@@ -436,7 +436,7 @@ impl Gather {
     /// Copies the values of the terms' branches.
     pub fn of_branches<T: Copy>(&self, values: &[T], out: &mut [T]) {
         for (round, (terms, branch)) in self.branches.iter().enumerate() {
-            cancel::now_and_then(round);
+            cancel::check_every_16384(round);
             out[terms.clone()].fill(values[*branch]);
         }
     }

@@ -21,7 +21,7 @@ pub struct Branches<'a> {
 
 /// The unit that must fit in one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Whole {
+pub enum RowUnit {
     /// Each branch.
     Branch,
     /// All branches of a trace, one after the other.
@@ -34,7 +34,7 @@ pub enum Whole {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TooLong {
     /// Return an error that names the longest trace and counts all such traces.
-    Refuse,
+    Error,
     /// Leave out the complete trace and count it.
     Drop,
     /// Truncate the branch at the budget and count the terms beyond it.
@@ -43,7 +43,7 @@ pub enum TooLong {
 
 /// The measured part of each branch.
 #[derive(Debug, Default)]
-pub struct Measured {
+pub struct BranchLengths {
     /// [N] number of tokens laid out, up to the last term, because later tokens have no effect; 0 if nothing is laid
     /// out.
     pub length: Vec<i32>,
@@ -55,21 +55,26 @@ pub struct Measured {
     pub too_long: Vec<i32>,
 }
 
-/// Measures branches against rows of `token_budget` tokens.
+/// Measures branches against rows of `tokens_per_row` tokens.
 ///
 /// A trace that must fit in one row with all its branches cannot be truncated.
 ///
 /// # Errors
-/// Fails if a first token is a term (nothing predicts it), if a trace is too long under [`TooLong::Refuse`], or if
+/// Fails if a first token is a term (nothing predicts it), if a trace is too long under [`TooLong::Error`], or if
 /// slices are inconsistent.
-pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: TooLong) -> Result<Measured> {
-    check(branches, token_budget, whole, too_long)?;
-    let mut out = Measured::default();
+pub fn measure(
+    branches: Branches<'_>,
+    tokens_per_row: usize,
+    whole: RowUnit,
+    too_long: TooLong,
+) -> Result<BranchLengths> {
+    check(branches, tokens_per_row, whole, too_long)?;
+    let mut out = BranchLengths::default();
     let mut first = 0;
     let mut refused = 0u64;
     let mut worst = (0, 0, 0);
     for run in branches.trace.chunk_by(|a, b| a == b) {
-        cancel::now_and_then(out.lost.len());
+        cancel::check_every_16384(out.lost.len());
         let trace = run[0];
         let (mut total, mut longest, mut longest_branch, mut lost) = (0, 0, first, 0);
         for branch in first..first + run.len() {
@@ -82,30 +87,30 @@ pub fn measure(branches: Branches<'_>, token_budget: usize, whole: Whole, too_lo
             out.terms.push(terms as i32);
         }
         let needed = match whole {
-            Whole::Branch => longest,
-            Whole::Trace => total,
-            Whole::Tree if total <= token_budget => total,
-            Whole::Tree => tree_size(branches, first, &out.length[first..]),
+            RowUnit::Branch => longest,
+            RowUnit::Trace => total,
+            RowUnit::Tree if total <= tokens_per_row => total,
+            RowUnit::Tree => tree_size(branches, first, &out.length[first..]),
         };
-        if needed > token_budget {
+        if needed > tokens_per_row {
             refused += 1;
             if needed > worst.0 {
                 worst = (needed, trace, longest_branch - first);
             }
             out.too_long.push(trace);
-            lost = cut(branches, &mut out, first, token_budget, too_long)?;
+            lost = cut(branches, &mut out, first, tokens_per_row, too_long)?;
         }
         out.lost.push(lost);
         first += run.len();
     }
-    if refused > 0 && too_long == TooLong::Refuse {
-        return Err(refusal(branches, worst, refused, token_budget, whole));
+    if refused > 0 && too_long == TooLong::Error {
+        return Err(refusal(branches, worst, refused, tokens_per_row, whole));
     }
     Ok(out)
 }
 
-fn check(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: TooLong) -> Result<()> {
-    check_budget(token_budget)?;
+fn check(branches: Branches<'_>, tokens_per_row: usize, whole: RowUnit, too_long: TooLong) -> Result<()> {
+    check_budget(tokens_per_row)?;
     let cu = branches.cu_seqlens;
     check_length("ids", branches.ids.len(), branches.trainable.len())?;
     check_length("cu_seqlens", cu.len(), branches.trace.len() + 1)?;
@@ -125,14 +130,14 @@ fn check(branches: Branches<'_>, token_budget: usize, whole: Whole, too_long: To
         return Err(Error::new(Kind::Argument, "TG-PACK-514", "trace does not count up from 0 without gaps")
             .why("Branches of a trace stand side by side"));
     }
-    if whole != Whole::Branch && too_long == TooLong::Truncate {
+    if whole != RowUnit::Branch && too_long == TooLong::Truncate {
         return Err(Error::new(
             Kind::Argument,
             "TG-PACK-515",
             "too_long is 'truncate' with an objective that takes whole traces",
         )
         .why("A ratio of the whole trace is not defined on part of it")
-        .cure("Pass too_long='drop' or 'refuse'"));
+        .fix("Pass too_long='drop' or 'error'"));
     }
     Ok(())
 }
@@ -150,7 +155,7 @@ fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize,
         )
         .at(&named(branches, trace))
         .why("Nothing stands before it, so no hidden state predicts it")
-        .cure("Mark it as not trainable, or begin the branch with the token that preceded it"));
+        .fix("Mark it as not trainable, or begin the branch with the token that preceded it"));
     }
     let length = tokens.iter().rposition(|&term| term).map_or(0, |last| last + 1);
     Ok((length, tokens[..length].iter().filter(|&&term| term).count()))
@@ -167,13 +172,13 @@ fn tree_size(branches: Branches<'_>, first: usize, length: &[i32]) -> usize {
 }
 
 /// Leaves a trace out, or truncates its branches at the budget. Returns the number of lost terms.
-fn cut(branches: Branches<'_>, out: &mut Measured, first: usize, budget: usize, too_long: TooLong) -> Result<i64> {
+fn cut(branches: Branches<'_>, out: &mut BranchLengths, first: usize, budget: usize, too_long: TooLong) -> Result<i64> {
     let mut lost = 0;
     for branch in first..out.length.len() {
         let previous_terms = out.terms[branch];
         let (length, terms) = match too_long {
             TooLong::Truncate => extent(branches, branch, budget)?,
-            TooLong::Drop | TooLong::Refuse => (0, 0),
+            TooLong::Drop | TooLong::Error => (0, 0),
         };
         out.length[branch] = length as i32;
         out.terms[branch] = terms as i32;
@@ -187,23 +192,23 @@ fn named(branches: Branches<'_>, trace: i32) -> Location {
     Location { trace: Some(name), ..Location::default() }
 }
 
-fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: Whole) -> Error {
+fn refusal(branches: Branches<'_>, worst: (usize, i32, usize), count: u64, budget: usize, whole: RowUnit) -> Error {
     let (tokens, trace, branch) = worst;
     let ratio = "The objective takes a ratio of the whole trace, so it must lie in one row";
     let (what, why, alternative) = match whole {
-        Whole::Branch => {
+        RowUnit::Branch => {
             (format!("branch {branch} has"), "Attention does not reach from one row into another", " or 'truncate'")
         }
-        Whole::Trace => ("all its branches together have".to_owned(), ratio, ""),
-        Whole::Tree => ("all its branches together, shared prefixes counted once, have".to_owned(), ratio, ""),
+        RowUnit::Trace => ("all its branches together have".to_owned(), ratio, ""),
+        RowUnit::Tree => ("all its branches together, shared prefixes counted once, have".to_owned(), ratio, ""),
     };
     Error::new(
         Kind::Argument,
-        "TG-PACK-517", format!("{what} {tokens} tokens up to its last trained one, but token_budget is {budget} ({count} traces are too long, this one most)"),
+        "TG-PACK-517", format!("{what} {tokens} tokens up to its last trained one, but tokens_per_row is {budget} ({count} traces are too long, this one most)"),
     )
     .at(&named(branches, trace))
     .why(why)
-    .cure(format!("Raise token_budget to {tokens}, or pass too_long='drop'{alternative}"))
+    .fix(format!("Raise tokens_per_row to {tokens}, or pass too_long='drop'{alternative}"))
 }
 
 #[cfg(test)]
@@ -227,13 +232,13 @@ mod tests {
     fn lengths_and_losses_follow_the_budget_and_the_row_unit() {
         let (fits, second): (&[i32], &[i32]) = (&[], &[1]);
         let cases = [
-            ("up to its last term", 6, Whole::Branch, TooLong::Refuse, [3, 3, 6], [2, 1, 3], 0, fits),
-            ("dropping takes the whole trace", 5, Whole::Branch, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
-            ("cut at the last term within", 4, Whole::Branch, TooLong::Truncate, [3, 3, 2], [2, 1, 1], 2, second),
-            ("all branches count", 8, Whole::Trace, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
-            ("all branches fit", 9, Whole::Trace, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
-            ("a shared prefix counts once", 7, Whole::Tree, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
-            ("a tree that is too large", 6, Whole::Tree, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+            ("up to its last term", 6, RowUnit::Branch, TooLong::Error, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("dropping takes the whole trace", 5, RowUnit::Branch, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+            ("cut at the last term within", 4, RowUnit::Branch, TooLong::Truncate, [3, 3, 2], [2, 1, 1], 2, second),
+            ("all branches count", 8, RowUnit::Trace, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
+            ("all branches fit", 9, RowUnit::Trace, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("a shared prefix counts once", 7, RowUnit::Tree, TooLong::Drop, [3, 3, 6], [2, 1, 3], 0, fits),
+            ("a tree that is too large", 6, RowUnit::Tree, TooLong::Drop, [3, 0, 0], [2, 0, 0], 4, second),
         ];
         for (case, budget, whole, too_long, length, terms, lost, long) in cases {
             let out = measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap();
@@ -247,9 +252,9 @@ mod tests {
         let error_of = |budget, whole, too_long| {
             measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap_err().to_string()
         };
-        let text = error_of(9, Whole::Trace, TooLong::Truncate);
+        let text = error_of(9, RowUnit::Trace, TooLong::Truncate);
         assert!(text.contains("whole traces"), "{text}");
-        let text = error_of(6, Whole::Tree, TooLong::Refuse);
+        let text = error_of(6, RowUnit::Tree, TooLong::Error);
         assert!(text.contains("shared prefixes counted once, have 7 tokens"), "{text}");
     }
 
@@ -257,16 +262,16 @@ mod tests {
     fn the_refusal_names_the_longest_trace_and_the_cure() {
         let names = ["a".to_owned(), "b".to_owned()];
         let long = Branches { names: &names, ..branches(&CU, &TRACE, &TRAINABLE) };
-        let error = measure(long, 2, Whole::Branch, TooLong::Refuse).unwrap_err();
+        let error = measure(long, 2, RowUnit::Branch, TooLong::Error).unwrap_err();
         assert_eq!(error.location.trace.as_deref(), Some("b"));
         let text = error.to_string();
         assert!(text.contains("branch 1 has 6 tokens") && text.contains("(2 traces"), "{text}");
-        assert!(text.contains("Raise token_budget to 6"), "{text}");
+        assert!(text.contains("Raise tokens_per_row to 6"), "{text}");
     }
 
     #[test]
     fn a_first_token_cannot_be_a_term() {
-        let error = measure(branches(&[0, 2], &[0], &[true, false]), 8, Whole::Branch, TooLong::Refuse).unwrap_err();
+        let error = measure(branches(&[0, 2], &[0], &[true, false]), 8, RowUnit::Branch, TooLong::Error).unwrap_err();
         assert!(error.to_string().contains("first token of branch 0 is trainable"));
     }
 }

@@ -3,7 +3,7 @@
 //!
 //! Each step is a pure function of flat slices. [`measure`] determines how much of each branch is laid out, and what
 //! is too long. [`place`] assigns a rank and a row to each branch (best fit decreasing, over the prefix tree if
-//! prefixes are shared). [`lay`] writes the rows of one rank ([`lay_into`] reuses memory). [`Gather`] copies columns
+//! prefixes are shared). [`write_rows`] writes the rows of one rank ([`write_rows_into`] reuses memory). [`Gather`] copies columns
 //! to the terms. The caller assigns traces to optimizer steps. Advantages and logprobs are not used here.
 
 mod assign;
@@ -13,7 +13,7 @@ mod layout;
 mod measure;
 mod prefix;
 
-pub use assign::{Cost, Demand, Gain, Placed, place};
+pub use assign::{Cost, Gain, PackRequest, Placement, place};
 pub use bins::BestFit;
-pub use layout::{Gather, Layout, Plan, Tokens, lay, lay_into};
-pub use measure::{Branches, Measured, TooLong, Whole, measure};
+pub use layout::{Gather, Layout, Plan, Tokens, write_rows, write_rows_into};
+pub use measure::{BranchLengths, Branches, RowUnit, TooLong, measure};

@@ -48,7 +48,7 @@ pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32]) -> Vec<Entr
 fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl Fn(u32) -> &'a [i32]) {
     let (mut shared_a, mut shared_b) = (0, 0);
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
-        cancel::now_and_then(out.len());
+        cancel::check_every_16384(out.len());
         let mut first_is_a = shared_a > shared_b;
         let (written_a, written_b) = (shared_a, shared_b);
         if shared_a == shared_b {

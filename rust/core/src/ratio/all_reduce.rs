@@ -21,28 +21,28 @@ pub trait Exchange {
     fn all_reduce(&self, values: &mut [f64], op: Op) -> Result<()>;
 
     /// Returns true if there is only one rank.
-    fn is_alone(&self) -> bool {
+    fn is_single_rank(&self) -> bool {
         false
     }
 }
 
 /// An exchange for a single rank.
 #[derive(Debug, Clone, Copy)]
-pub struct Alone;
+pub struct SingleRank;
 
-impl Exchange for Alone {
+impl Exchange for SingleRank {
     fn all_reduce(&self, _: &mut [f64], _: Op) -> Result<()> {
         Ok(())
     }
 
-    fn is_alone(&self) -> bool {
+    fn is_single_rank(&self) -> bool {
         true
     }
 }
 
 macro_rules! stats {
     ($($(#[$doc:meta])* $sum:ident,)*) => {
-        /// Counts of trained tokens (terms). Statistics of the ratios themselves are computed elsewhere.
+        /// Counts of trained tokens (terms). Other modules compute statistics of the ratios.
         #[derive(Debug, Clone, Copy, Default, PartialEq)]
         pub struct Stats {
             $($(#[$doc])* pub $sum: f64,)*
@@ -77,11 +77,11 @@ stats! {
     known,
     /// Terms with keep 1.
     kept,
-    /// Terms that a gate rejected.
+    /// Terms that a rejection rejected.
     gated,
     /// Terms whose log-ratio old/rollout was clamped at [`super::plan::LOG_RATIO_LIMIT`].
     clamped,
-    /// Aggregated log-ratios that were clamped, over all gates and weights.
+    /// Aggregated log-ratios that were clamped, over all rejections and weights.
     clamped_levels,
     /// Known terms for which a bound changed the ratio that a weight uses.
     truncated,

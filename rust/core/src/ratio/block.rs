@@ -1,12 +1,12 @@
 //! One block of terms: which terms are known, their log-ratios, and their contribution to the statistics.
 //!
-//! The loops have no calls and no branches on data. `gate` and `weight` implement the gates and weights.
+//! The loops have no calls and no branches on data. `rejection` and `weight` implement the rejections and weights.
 
 use super::all_reduce::{Exchange, Stats};
 use super::float::{Real, Vector};
 use super::loops::{Aligned, count, exponentiate, map2, mismatch, ones};
 use super::plan::{
-    AnyGate, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, SENTINEL, SHARE, When,
+    AnyRejection, LOG_RATIO_LIMIT, Missing, Over, POSITIVE_TOLERANCE, Plan, Policy, Ratio, SENTINEL, SHARE, When,
 };
 use super::segments::{Local, Segments};
 use super::terms::Terms;
@@ -149,7 +149,7 @@ pub(super) struct Block<'a, F> {
     pub sums: &'a mut Sums,
     /// The ratio whose logarithm is in `work`.
     at_hand: Option<Ratio>,
-    /// Number of terms with keep 1 before any gate.
+    /// Number of terms with keep 1 before any rejection.
     open: f64,
 }
 
@@ -172,13 +172,13 @@ pub(super) fn run<F: Real, V: Vector<Element = F>>(
     let (at_hand, open, place) = (None, 0.0, range.clone());
     let mut block = Block { columns, context, range: place, ahead, work, weight, keep, sums, at_hand, open };
     if !block.open::<V>() {
-        terms.check(range, context.plan.missing == Missing::Refuse)?;
+        terms.check(range, context.plan.missing == Missing::Error)?;
     }
-    for gate in &context.plan.gates {
+    for rejection in &context.plan.rejections {
         check_if(is_long);
-        match gate {
-            AnyGate::Gate(gate) => block.gate::<V>(gate)?,
-            AnyGate::Budget(plan) => block.budget::<V>(plan)?,
+        match rejection {
+            AnyRejection::Rejection(rejection) => block.rejection::<V>(rejection)?,
+            AnyRejection::RejectionBudget(plan) => block.budget::<V>(plan)?,
         }
     }
     let unknown = if context.plan.missing == Missing::Mask { F::ZERO } else { F::ONE };
@@ -240,7 +240,7 @@ impl<'a, F: Real> Block<'a, F> {
         stats.terms += terms;
         stats.known += known;
         self.open = if missing == Missing::Mask { known } else { terms };
-        sound & (missing != Missing::Refuse || terms == known)
+        sound & (missing != Missing::Error || terms == known)
     }
 
     /// Computes the ratio old/rollout and counts clamped values. Returns false if a value is not a logprob.
@@ -318,7 +318,7 @@ impl<'a, F: Real> Block<'a, F> {
     #[inline(always)]
     fn close(&mut self, unknown: F) {
         let (plan, work, stats) = (self.context.plan, &mut *self.work, &mut self.sums.stats);
-        let kept = if plan.gates.is_empty() { self.open } else { ones(self.keep) };
+        let kept = if plan.rejections.is_empty() { self.open } else { ones(self.keep) };
         stats.kept += kept;
         stats.gated += self.open - kept;
         if let Some(mask) = self.columns.mask.filter(|_| unknown != F::ZERO) {

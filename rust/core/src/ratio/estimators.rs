@@ -65,15 +65,15 @@ impl Shape {
         let or_one = |l: F, weight: F| last(l, if l.is_known() { weight } else { F::ONE });
         match self {
             Self::Identity => map2(out, log_ratio, ratio, last),
-            Self::Clamp(low, high) => {
+            Self::Truncate(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
                 map2(out, log_ratio, ratio, |l, w| last(l, w.at_least(low).at_most(high)));
             }
-            Self::Window(low, high) => {
+            Self::MaskOutside(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
                 map2(out, log_ratio, ratio, |l, w| last(l, if w >= low && w <= high { w } else { F::ZERO }));
             }
-            Self::StrictWindow(low, high) => {
+            Self::MaskOutsideStrict(low, high) => {
                 let (low, high) = (F::of(low), F::of(high));
                 map2(out, log_ratio, ratio, |l, w| or_one(l, if w > low && w < high { w } else { F::ZERO }));
             }
@@ -95,7 +95,7 @@ impl Shape {
 
     /// Returns true if the shape can change a ratio by a bound.
     pub(super) fn is_bounded(self) -> bool {
-        matches!(self, Self::Clamp(..) | Self::Window(..) | Self::StrictWindow(..))
+        matches!(self, Self::Truncate(..) | Self::MaskOutside(..) | Self::MaskOutsideStrict(..))
     }
 }
 

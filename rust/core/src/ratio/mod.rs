@@ -1,4 +1,4 @@
-//! Importance ratios of recorded trained tokens (terms): levels, gates, weights and denominators, all without
+//! Importance ratios of recorded trained tokens (terms): levels, rejections, weights and denominators, all without
 //! gradients.
 //!
 //! Takes flat slices and returns vectors. Blocks of terms that split no segment run through the whole plan while they
@@ -11,9 +11,9 @@ mod all_reduce;
 mod block;
 mod estimators;
 mod float;
-mod gate;
 mod loops;
 mod plan;
+mod rejection;
 mod scale;
 mod segments;
 mod simd;
@@ -22,11 +22,11 @@ mod terms;
 mod tests;
 mod weight;
 
-pub use all_reduce::{Alone, Exchange, Op, Stats};
+pub use all_reduce::{Exchange, Op, SingleRank, Stats};
 pub use float::Real;
 pub use plan::{
-    Agg, AnyGate, Blend, Budget, Gate, LOG_RATIO_LIMIT, Level, Missing, Over, Per, Plan, Policy, Ratio, Reduction,
-    Shape, Stat, Weight, When,
+    Aggregation, AnyRejection, Blend, LOG_RATIO_LIMIT, Missing, Over, Per, Plan, Policy, Ratio, Reduce, Reduction,
+    Rejection, RejectionBudget, Shape, Stat, Weight, When,
 };
 pub use scale::Scale;
 pub use terms::{Ids, Integers, Terms, Totals};
@@ -48,7 +48,7 @@ const SMALLEST_MEAN: f64 = 1e-8;
 
 /// The inputs of the loss for each term, and the statistics that a run reports.
 #[derive(Debug, Clone)]
-pub struct Corrected<F> {
+pub struct Correction<F> {
     /// Product of the weights; 0 if masked as missing, 1 if neutral.
     pub weight: Vec<F>,
     /// True if the term is trained.
@@ -59,18 +59,18 @@ pub struct Corrected<F> {
     pub stats: Stats,
 }
 
-/// Computes weights, gates and scales of the terms in new vectors; see [`correct_into`].
-pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<Corrected<F>> {
+/// Computes weights, rejections and scales of the terms in new vectors; see [`correct_into`].
+pub fn correct<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) -> Result<Correction<F>> {
     let (mut weight, mut keep) = (vec![F::ZERO; terms.len()], vec![false; terms.len()]);
     let (scales, stats) = correct_into(terms, plan, exchange, &mut weight, &mut keep)?;
-    Ok(Corrected { weight, keep, scales, stats })
+    Ok(Correction { weight, keep, scales, stats })
 }
 
 /// Writes the weight and the keep flag of each position. Returns the scales and the statistics.
 ///
 /// # Errors
 /// [`crate::Kind::Argument`] if slices differ in length, or if the plan needs a missing input. Also if `old` or
-/// `reference` is not finite, or if `rollout` is positive or infinite. Also for NaN under [`Missing::Refuse`], and for
+/// `reference` is not finite, or if `rollout` is positive or infinite. Also for NaN under [`Missing::Error`], and for
 /// groups over ranks.
 pub fn correct_into<F: Real>(
     terms: &Terms<'_, F>,
@@ -143,7 +143,7 @@ fn in_shares<F: Real>(
         }
     }
     let run = |(): &mut (), (blocks, (weight, keep))| {
-        let context = Context { plan, levels, exchange: &Alone };
+        let context = Context { plan, levels, exchange: &SingleRank };
         F::dispatch(Share { terms, context, blocks, weight, keep })
     };
     let results: Vec<Result<Sums>> = pool::map(shares, || (), run);
@@ -192,18 +192,18 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
     for (name, length) in lengths {
         if let Some(length) = length.filter(|&length| length != total) {
             return Err(argument(format!("{name} has {length} entries but trace has {total}"))
-                .cure("Pass one entry per term in every array"));
+                .fix("Pass one entry per term in every array"));
         }
     }
     let missing_input = |what: &str, input: &str| {
-        argument(format!("{what} without {input}")).cure(format!("Pass {input}, one entry per term"))
+        argument(format!("{what} without {input}")).fix(format!("Pass {input}, one entry per term"))
     };
     for ratio in plan.ratios() {
         if let Some(policy) = [ratio.num, ratio.den].into_iter().find(|&policy| terms.logprobs(policy).is_none()) {
             let (num, den, name) = (ratio.num.name(), ratio.den.name(), policy.name());
-            return Err(argument(format!("a weight or gate takes {num}/{den}, and {name} is None"))
+            return Err(argument(format!("a weight or rejection takes {num}/{den}, and {name} is None"))
                 .why("Its ratio is not known")
-                .cure(format!("Pass the logprobs of {name}, one entry per term")));
+                .fix(format!("Pass the logprobs of {name}, one entry per term")));
         }
     }
     for (over, ids, name) in [(Over::Turn, terms.turn, "turn"), (Over::Group, terms.group, "group")] {
@@ -211,13 +211,13 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
             return Err(missing_input(&format!("a {name} level"), name));
         }
     }
-    if plan.spans(Over::Group) && !exchange.is_alone() {
+    if plan.spans(Over::Group) && !exchange.is_single_rank() {
         return Err(argument("a group level over ranks".into())
             .why("A group may stand on several of them, and each sees its own part")
-            .cure("Take the trace, or the batch"));
+            .fix("Take the trace, or the batch"));
     }
     if terms.advantages.is_none() && plan.is_conditional() {
-        return Err(missing_input("a weight or gate that depends on the sign of A", "advantages"));
+        return Err(missing_input("a weight or rejection that depends on the sign of A", "advantages"));
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! The computation as plain values: ratios, levels, gates, weights and reductions, and the constants that the steps
+//! The computation as plain values: ratios, levels, rejections, weights and reductions, and the constants that the steps
 //! share.
 
 /// A policy whose logprobs are known before the step.
@@ -53,7 +53,7 @@ pub enum Over {
 
 /// The function that aggregates terms to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Agg {
+pub enum Reduce {
     /// The sum.
     Sum,
     /// The sum divided by the number of counted terms.
@@ -66,7 +66,7 @@ pub enum Agg {
     PrefixMin,
 }
 
-impl Agg {
+impl Reduce {
     /// Returns true if terms of one segment get different numbers.
     pub fn is_prefix(self) -> bool {
         matches!(self, Self::PrefixSum | Self::PrefixMin)
@@ -84,23 +84,23 @@ pub enum Blend {
 
 /// The terms to aggregate, the aggregation, and whether only kept terms count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Level {
+pub struct Aggregation {
     /// Token to batch.
     pub over: Over,
     /// Used if `over` is not a token.
-    pub agg: Agg,
-    /// Count only the terms that the previous gates have kept.
+    pub agg: Reduce,
+    /// Count only the terms that the previous rejections have kept.
     pub kept: bool,
     /// Used by weights only.
     pub blend: Option<Blend>,
 }
 
-impl Level {
+impl Aggregation {
     /// Each term separately.
-    pub const TOKEN: Self = Self { over: Over::Token, agg: Agg::Sum, kept: false, blend: None };
+    pub const TOKEN: Self = Self { over: Over::Token, agg: Reduce::Sum, kept: false, blend: None };
 }
 
-/// The sign of the advantage for which a gate or weight applies.
+/// The sign of the advantage for which a rejection or weight applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
     /// Every term.
@@ -151,13 +151,13 @@ pub enum Stat {
 
 /// Keeps a term iff low <= stat <= high.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Gate {
+pub struct Rejection {
     /// The policies of the ratio.
     pub ratio: Ratio,
     /// The function of the log-ratio.
     pub stat: Stat,
     /// The terms to aggregate over.
-    pub level: Level,
+    pub level: Aggregation,
     /// Lower bound, included.
     pub low: f64,
     /// Upper bound, included.
@@ -170,26 +170,26 @@ pub struct Gate {
 
 /// Keeps the terms with the smallest stat, as many as keep its mean over the step at most `mean`, but at least one.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Budget {
+pub struct RejectionBudget {
     /// The policies of the ratio.
     pub ratio: Ratio,
     /// A function that is never negative: K2, K3, Abs or Square.
     pub stat: Stat,
     /// Maximum of the mean over the kept terms.
     pub mean: f64,
-    /// Choose among the terms that the previous gates have kept.
+    /// Choose among the terms that the previous rejections have kept.
     pub kept: bool,
     /// Choose among the terms with A > 0 and a ratio above 1, or A < 0 and a ratio below 1.
     pub active: bool,
 }
 
-/// A gate of either kind.
+/// A rejection of either kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum AnyGate {
+pub enum AnyRejection {
     /// Bounds on a statistic.
-    Gate(Gate),
+    Rejection(Rejection),
     /// A bound on the mean of the kept terms.
-    Budget(Budget),
+    RejectionBudget(RejectionBudget),
 }
 
 /// The function from a ratio w to a weight.
@@ -198,11 +198,11 @@ pub enum Shape {
     /// w itself.
     Identity,
     /// w clamped to two bounds (TIS truncates this way).
-    Clamp(f64, f64),
-    /// w between two bounds (included), 0 elsewhere.
-    Window(f64, f64),
-    /// w between two bounds (excluded), 0 elsewhere.
-    StrictWindow(f64, f64),
+    Truncate(f64, f64),
+    /// w between two bounds (included), else 0.
+    MaskOutside(f64, f64),
+    /// w between two bounds (excluded), else 0.
+    MaskOutsideStrict(f64, f64),
     /// exp(rate) w^power exp(-rate w).
     Gamma {
         /// Exponent of w.
@@ -220,10 +220,10 @@ pub struct Weight {
     /// The policies of the ratio.
     pub ratio: Ratio,
     /// The terms over which the log-ratio is aggregated.
-    pub level: Level,
+    pub level: Aggregation,
     /// The function from the ratio to the weight.
     pub shape: Shape,
-    /// Terms that it applies to; the factor is 1 elsewhere.
+    /// Terms that it applies to; the factor is 1 for all others.
     pub when: When,
     /// Divide by the mean over the step. Each token, turn, trace or group counts once.
     pub normalize: bool,
@@ -242,9 +242,9 @@ pub enum Missing {
     /// keep 0.
     Mask,
     /// Weight 1, not counted in sums and means.
-    Neutral,
+    RatioOne,
     /// An error.
-    Refuse,
+    Error,
 }
 
 /// The denominator of a term's scale; see `tracegrad.objective.Reduce`.
@@ -271,7 +271,7 @@ pub struct Reduction {
     pub mean: bool,
     /// Divisor of an inner sum.
     pub norm: f64,
-    /// Count only the terms that the gates have kept.
+    /// Count only the terms that the rejections have kept.
     pub kept: bool,
 }
 
@@ -279,7 +279,7 @@ pub struct Reduction {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Plan {
     /// Applied in order.
-    pub gates: Vec<AnyGate>,
+    pub rejections: Vec<AnyRejection>,
     /// Multiplied.
     pub weights: Vec<Weight>,
     /// The handling of NaN.
@@ -289,31 +289,31 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns the ratios of gates and weights.
+    /// Returns the ratios of rejections and weights.
     pub(super) fn ratios(&self) -> impl Iterator<Item = Ratio> {
-        let gates = self.gates.iter().map(|gate| match gate {
-            AnyGate::Gate(gate) => gate.ratio,
-            AnyGate::Budget(budget) => budget.ratio,
+        let rejections = self.rejections.iter().map(|rejection| match rejection {
+            AnyRejection::Rejection(rejection) => rejection.ratio,
+            AnyRejection::RejectionBudget(budget) => budget.ratio,
         });
-        gates.chain(self.weights.iter().map(|weight| weight.ratio))
+        rejections.chain(self.weights.iter().map(|weight| weight.ratio))
     }
 
-    /// Returns true if a gate or weight aggregates over this level, or rejects its terms together.
+    /// Returns true if a rejection or weight aggregates over this level, or rejects its terms together.
     pub(super) fn spans(&self, over: Over) -> bool {
-        let gates = self.gates.iter().any(|gate| match gate {
-            AnyGate::Gate(gate) => gate.level.over == over || gate.scope == over,
-            AnyGate::Budget(_) => over == Over::Batch,
+        let rejections = self.rejections.iter().any(|rejection| match rejection {
+            AnyRejection::Rejection(rejection) => rejection.level.over == over || rejection.scope == over,
+            AnyRejection::RejectionBudget(_) => over == Over::Batch,
         });
-        gates || self.weights.iter().any(|weight| weight.level.over == over)
+        rejections || self.weights.iter().any(|weight| weight.level.over == over)
     }
 
     /// Returns true if the sign of the advantage matters.
     pub(super) fn is_conditional(&self) -> bool {
-        let gates = self.gates.iter().any(|gate| match gate {
-            AnyGate::Gate(gate) => gate.when != When::Always,
-            AnyGate::Budget(budget) => budget.active,
+        let rejections = self.rejections.iter().any(|rejection| match rejection {
+            AnyRejection::Rejection(rejection) => rejection.when != When::Always,
+            AnyRejection::RejectionBudget(budget) => budget.active,
         });
-        gates || self.weights.iter().any(|weight| weight.when != When::Always)
+        rejections || self.weights.iter().any(|weight| weight.when != When::Always)
     }
 }
 

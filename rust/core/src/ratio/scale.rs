@@ -68,18 +68,18 @@ impl<F: Real> Counting<'_, F> {
 
     fn segments(&self, over: Over) -> Result<&Segments> {
         self.index.of(over).ok_or_else(|| {
-            argument("a reduction that counts groups, without group".into()).cure("Pass group=, one id per term")
+            argument("a reduction that counts groups, without group".into()).fix("Pass group=, one id per term")
         })
     }
 
     /// Returns an error if groups may span several ranks, because a rank cannot count such groups.
     fn check_ranks(&self, has_counts: bool, reduction: &Reduction, what: &str) -> Result<()> {
-        if self.exchange.is_alone() || (has_counts && self.terms.totals.is_some() && !reduction.kept) {
+        if self.exchange.is_single_rank() || (has_counts && self.terms.totals.is_some() && !reduction.kept) {
             return Ok(());
         }
         Err(argument("a reduction over ranks counts groups".into())
             .why("A group may stand on several of them, and each sees its own part")
-            .cure(format!("Pass totals= and {what}= of the step, with denominator='all'")))
+            .fix(format!("Pass totals= and {what}= of the step, with denominator='all'")))
     }
 
     /// Returns the number of units with a counted term, over all ranks.
@@ -104,7 +104,7 @@ impl<F: Real> Counting<'_, F> {
     fn spread(&self, segments: &Segments, bottom: impl Fn(usize, usize) -> f64) -> Scale<F> {
         let mut scale = vec![F::ZERO; self.terms.len()];
         for (round, run) in segments.runs.iter().enumerate() {
-            cancel::now_and_then(round);
+            cancel::check_every_16384(round);
             scale[run.start..run.end].fill(reciprocal(bottom(run.segment, run.start)));
         }
         for (scale, &is_term) in scale.iter_mut().zip(self.terms.mask.unwrap_or(&[])) {
@@ -133,7 +133,7 @@ fn count(global: Option<Ids<'_>>, position: usize, local: f64) -> f64 {
 fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let mut counts = vec![0.0; segments.len];
     for (round, run) in segments.runs.iter().enumerate() {
-        cancel::now_and_then(round);
+        cancel::check_every_16384(round);
         counts[run.segment] += counted.map_or((run.end - run.start) as f64, |flags| ones(&flags[run.start..run.end]));
     }
     counts
@@ -143,7 +143,7 @@ fn counts(segments: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
 fn members(groups: &Segments, traces: &Segments, counted: Option<&[bool]>) -> Vec<f64> {
     let (mut members, mut seen) = (vec![0.0; groups.len], vec![false; traces.len]);
     for (round, run) in traces.runs.iter().enumerate() {
-        cancel::now_and_then(round);
+        cancel::check_every_16384(round);
         let has_counted = counted.is_none_or(|flags| flags[run.start..run.end].contains(&true));
         if has_counted && !seen[run.segment] {
             seen[run.segment] = true;

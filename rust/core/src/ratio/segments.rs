@@ -2,7 +2,7 @@
 
 use super::float::Real;
 use super::loops::{maximum, ones, wide_sum};
-use super::plan::{Agg, Over};
+use super::plan::{Over, Reduce};
 use super::terms::{Ids, Integers, Terms};
 use crate::cancel;
 use std::cell::OnceCell;
@@ -47,7 +47,7 @@ impl Segments {
     fn build(ends: &[usize], key: impl Fn(usize) -> (i64, i64)) -> Self {
         let (mut start, mut numbers) = (0, Numbers::default());
         let run = |(round, &end): (usize, &usize)| {
-            cancel::now_and_then(round);
+            cancel::check_every_16384(round);
             let run = Run { start, end, segment: numbers.of(key(start)) };
             start = end;
             run
@@ -130,12 +130,12 @@ fn ends(ids: Ids<'_>) -> Vec<usize> {
         }
         ends
     }
-    if ids.each == 0 {
+    if ids.terms_per_id == 0 {
         return Vec::new();
     }
     match ids.values {
-        Integers::Narrow(values) => scan(values, ids.each),
-        Integers::Wide(values) => scan(values, ids.each),
+        Integers::Narrow(values) => scan(values, ids.terms_per_id),
+        Integers::Wide(values) => scan(values, ids.terms_per_id),
     }
 }
 
@@ -204,8 +204,8 @@ pub(super) struct Totals {
 impl Totals {
     /// Adds up the segments of a block. Values that are not counted are NaN.
     #[inline(always)]
-    pub fn of<F: Real>(local: Local<'_>, values: &[F], counted: &[bool], agg: Agg) -> Self {
-        let max = agg == Agg::Max;
+    pub fn of<F: Real>(local: Local<'_>, values: &[F], counted: &[bool], agg: Reduce) -> Self {
+        let max = agg == Reduce::Max;
         let mut totals =
             Self { value: vec![if max { f64::NEG_INFINITY } else { 0.0 }; local.len], count: vec![0.0; local.len] };
         for (run, segment) in local.runs() {
@@ -217,11 +217,11 @@ impl Totals {
     }
 
     /// Returns the level of each segment; NaN if nothing is counted.
-    pub fn finish(mut self, agg: Agg) -> Vec<f64> {
+    pub fn finish(mut self, agg: Reduce) -> Vec<f64> {
         for (value, &count) in self.value.iter_mut().zip(&self.count) {
             if count == 0.0 {
                 *value = f64::NAN;
-            } else if agg == Agg::Mean {
+            } else if agg == Reduce::Mean {
                 *value /= count;
             }
         }
@@ -230,7 +230,7 @@ impl Totals {
 }
 
 /// Returns for each term the running sum or minimum of its segment; NaN before the first counted term.
-pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Agg) -> Vec<f64> {
+pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Reduce) -> Vec<f64> {
     let mut state = vec![f64::NAN; local.len];
     let mut running = vec![f64::NAN; values.len()];
     for (run, segment) in local.runs() {
@@ -239,7 +239,7 @@ pub(super) fn prefix<F: Real>(local: Local<'_>, values: &[F], agg: Agg) -> Vec<f
             if value.is_known() {
                 *state = match (state.is_nan(), agg) {
                     (true, _) => value.wide(),
-                    (false, Agg::PrefixMin) => state.min(value.wide()),
+                    (false, Reduce::PrefixMin) => state.min(value.wide()),
                     (false, _) => *state + value.wide(),
                 };
             }

@@ -43,27 +43,27 @@ pub struct Ids<'a> {
     /// The ids.
     pub values: Integers<'a>,
     /// Number of terms per id.
-    pub each: usize,
+    pub terms_per_id: usize,
 }
 
 impl<'a> Ids<'a> {
     /// Creates ids with one id for each term.
     pub fn of(values: &'a [i64]) -> Self {
-        Self { values: Integers::Wide(values), each: 1 }
+        Self { values: Integers::Wide(values), terms_per_id: 1 }
     }
 
     /// Returns the number of terms.
     pub fn terms(&self) -> usize {
-        self.values.len() * self.each
+        self.values.len() * self.terms_per_id
     }
 
     /// Returns the id of a term.
     pub fn at(&self, term: usize) -> i64 {
-        self.values.at(term / self.each)
+        self.values.at(term / self.terms_per_id)
     }
 }
 
-/// Counts over all ranks before any gate.
+/// Counts over all ranks before any rejection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Totals {
     /// Number of terms.
@@ -141,19 +141,19 @@ impl<'a, F: Real> Terms<'a, F> {
                 if logprob > super::plan::POSITIVE_TOLERANCE || logprob <= super::plan::SENTINEL {
                     return Err(argument(format!("{}: the rollout logprob is {logprob}", place()))
                         .why("No sampled token has it, so the ratio would be an invention")
-                        .cure("Pass NaN where a logprob is not known"));
+                        .fix("Pass NaN where a logprob is not known"));
                 }
                 if refuse_missing && logprob.is_nan() {
                     return Err(argument(format!("{}: the rollout logprob is missing", place()))
                         .why("Its ratio is not known")
-                        .cure("Record it, or pass missing='mask' or missing='neutral'"));
+                        .fix("Record it, or pass missing_logprobs='mask' or missing_logprobs='ratio_one'"));
                 }
             }
             for (name, logprobs) in [("old", self.old), ("ref", self.reference)] {
                 if let Some(logprob) = logprobs.map(|logprobs| logprobs[position].wide()).filter(|l| !l.is_finite()) {
                     return Err(argument(format!("{}: the {name} logprob is {logprob}", place()))
                         .why("It comes from a forward of a model, so it is an overflow and not a gap in the records")
-                        .cure("Look at that forward, or leave the term out"));
+                        .fix("Look at that forward, or leave the term out"));
                 }
             }
         }

@@ -3,25 +3,25 @@ use proptest::prelude::*;
 
 const NAN: f64 = f64::NAN;
 
-fn plan(gates: Vec<Gate>, weights: Vec<Weight>, missing: Missing) -> Plan {
-    let gates = gates.into_iter().map(AnyGate::Gate).collect();
-    Plan { gates, weights, missing, reductions: vec![] }
+fn plan(rejections: Vec<Rejection>, weights: Vec<Weight>, missing: Missing) -> Plan {
+    let rejections = rejections.into_iter().map(AnyRejection::Rejection).collect();
+    Plan { rejections, weights, missing, reductions: vec![] }
 }
 
-fn weight(level: Level, shape: Shape) -> Weight {
+fn weight(level: Aggregation, shape: Shape) -> Weight {
     Weight { ratio: Ratio::MISMATCH, level, shape, when: When::Always, normalize: false }
 }
 
-fn gate(stat: Stat, level: Level, low: f64, high: f64, scope: Over) -> Gate {
-    Gate { ratio: Ratio::MISMATCH, stat, level, low, high, when: When::Always, scope }
+fn rejection(stat: Stat, level: Aggregation, low: f64, high: f64, scope: Over) -> Rejection {
+    Rejection { ratio: Ratio::MISMATCH, stat, level, low, high, when: When::Always, scope }
 }
 
-fn level(over: Over, agg: Agg) -> Level {
-    Level { over, agg, kept: false, blend: None }
+fn level(over: Over, agg: Reduce) -> Aggregation {
+    Aggregation { over, agg, kept: false, blend: None }
 }
 
-fn corrected(old: &[f64], rollout: &[f64], trace: &[i64], plan: &Plan) -> Result<Corrected<f64>> {
-    correct(&Terms::of(Some(old), Some(rollout), trace), plan, &Alone)
+fn corrected(old: &[f64], rollout: &[f64], trace: &[i64], plan: &Plan) -> Result<Correction<f64>> {
+    correct(&Terms::of(Some(old), Some(rollout), trace), plan, &SingleRank)
 }
 
 fn near(actual: &[f64], expected: &[f64]) {
@@ -32,31 +32,31 @@ fn near(actual: &[f64], expected: &[f64]) {
 
 #[test]
 fn traces_are_grouped_by_id_and_not_by_runs() {
-    let product = plan(vec![], vec![weight(level(Over::Trace, Agg::Sum), Shape::Identity)], Missing::Mask);
+    let product = plan(vec![], vec![weight(level(Over::Trace, Reduce::Sum), Shape::Identity)], Missing::Mask);
     // Trace 4: log-ratios 0.1 and 0.3, trace 2: -0.2.
-    let corrected = corrected(&[-1.0, -1.0, -1.0], &[-1.1, -0.8, -1.3], &[4, 2, 4], &product).unwrap();
-    near(&corrected.weight, &[0.4_f64.exp(), (-0.2_f64).exp(), 0.4_f64.exp()]);
+    let correction = corrected(&[-1.0, -1.0, -1.0], &[-1.1, -0.8, -1.3], &[4, 2, 4], &product).unwrap();
+    near(&correction.weight, &[0.4_f64.exp(), (-0.2_f64).exp(), 0.4_f64.exp()]);
 }
 
 #[test]
 fn a_missing_logprob_is_masked_and_not_in_the_mean() {
-    let mean = plan(vec![], vec![weight(level(Over::Trace, Agg::Mean), Shape::Identity)], Missing::Mask);
-    let corrected = corrected(&[-1.0, -1.0, -1.0], &[-1.2, NAN, -1.4], &[0, 0, 0], &mean).unwrap();
+    let mean = plan(vec![], vec![weight(level(Over::Trace, Reduce::Mean), Shape::Identity)], Missing::Mask);
+    let correction = corrected(&[-1.0, -1.0, -1.0], &[-1.2, NAN, -1.4], &[0, 0, 0], &mean).unwrap();
     // mean of 0.2 and 0.4
-    near(&corrected.weight, &[0.3_f64.exp(), 0.0, 0.3_f64.exp()]);
-    assert_eq!(corrected.keep, [true, false, true]);
-    assert_eq!((corrected.stats.known, corrected.stats.kept, corrected.stats.gated), (2.0, 2.0, 0.0));
+    near(&correction.weight, &[0.3_f64.exp(), 0.0, 0.3_f64.exp()]);
+    assert_eq!(correction.keep, [true, false, true]);
+    assert_eq!((correction.stats.known, correction.stats.kept, correction.stats.gated), (2.0, 2.0, 0.0));
 }
 
 #[test]
 fn invalid_logprobs_are_rejected_with_their_term() {
-    for (bad, missing) in [(0.3, Missing::Mask), (f64::INFINITY, Missing::Mask), (-9999.0, Missing::Neutral)] {
+    for (bad, missing) in [(0.3, Missing::Mask), (f64::INFINITY, Missing::Mask), (-9999.0, Missing::RatioOne)] {
         let error = corrected(&[-1.0, -1.0], &[-1.0, bad], &[0, 0], &plan(vec![], vec![], missing)).unwrap_err();
         assert!(error.what.starts_with("term 1 (trace 0): the rollout logprob is"), "{error}");
     }
     let error = corrected(&[-1.0, NAN], &[-1.0, -1.0], &[0, 3], &plan(vec![], vec![], Missing::Mask)).unwrap_err();
     assert!(error.what.contains("term 1 (trace 3): the old logprob is NaN"), "{error}");
-    let error = corrected(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3], &plan(vec![], vec![], Missing::Refuse)).unwrap_err();
+    let error = corrected(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3], &plan(vec![], vec![], Missing::Error)).unwrap_err();
     assert!(error.to_string().contains(": term 1 (trace 3): the rollout logprob is missing"), "{error}");
 }
 
@@ -65,7 +65,7 @@ fn an_error_names_a_term_by_its_index_among_the_terms() {
     let mask = [false, true, false, true];
     let (old, rollout) = ([NAN, -1.0, NAN, -1.0], [9.0, -1.0, 9.0, 1.0]);
     let terms = Terms { mask: Some(&mask), ..Terms::of(Some(&old), Some(&rollout), &[0, 0, 5, 5]) };
-    let error = correct(&terms, &plan(vec![], vec![], Missing::Mask), &Alone).unwrap_err();
+    let error = correct(&terms, &plan(vec![], vec![], Missing::Mask), &SingleRank).unwrap_err();
     assert!(error.what.starts_with("term 1 (trace 5): the rollout logprob is 1"), "{error}");
 }
 
@@ -73,8 +73,8 @@ fn an_error_names_a_term_by_its_index_among_the_terms() {
 fn trace_sums_do_not_drift_in_f32() {
     // 0.1 added a hundred thousand times in f32 would be off by 1.4; the mean is exact to f32.
     let (old, rollout, trace) = (vec![-1.0_f32; 100_000], vec![-1.1_f32; 100_000], vec![0; 100_000]);
-    let mean = plan(vec![], vec![weight(level(Over::Trace, Agg::Mean), Shape::Identity)], Missing::Mask);
-    let result = correct(&Terms::of(Some(&old), Some(&rollout), &trace), &mean, &Alone).unwrap();
+    let mean = plan(vec![], vec![weight(level(Over::Trace, Reduce::Mean), Shape::Identity)], Missing::Mask);
+    let result = correct(&Terms::of(Some(&old), Some(&rollout), &trace), &mean, &SingleRank).unwrap();
     assert!((result.weight[0].wide() - f64::from(-1.0_f32 + 1.1_f32).exp()).abs() < 1e-7);
 }
 
@@ -149,13 +149,13 @@ fn rich_plan() -> Plan {
     let trace = |agg| level(Over::Trace, agg);
     plan(
         vec![
-            gate(Stat::K3, Level::TOKEN, f64::NEG_INFINITY, 200.0, Over::Token),
-            gate(Stat::BinaryKl, trace(Agg::Mean), -0.5, 0.5, Over::Trace),
+            rejection(Stat::K3, Aggregation::TOKEN, f64::NEG_INFINITY, 200.0, Over::Token),
+            rejection(Stat::BinaryKl, trace(Reduce::Mean), -0.5, 0.5, Over::Trace),
         ],
         vec![
-            weight(Level::TOKEN, Shape::Window(0.2, 4.0)),
-            weight(Level { blend: Some(Blend::Geometric), ..trace(Agg::Mean) }, Shape::Clamp(0.1, 3.0)),
-            weight(trace(Agg::PrefixSum), Shape::Gamma { power: 2.0, rate: 3.0 }),
+            weight(Aggregation::TOKEN, Shape::MaskOutside(0.2, 4.0)),
+            weight(Aggregation { blend: Some(Blend::Geometric), ..trace(Reduce::Mean) }, Shape::Truncate(0.1, 3.0)),
+            weight(trace(Reduce::PrefixSum), Shape::Gamma { power: 2.0, rate: 3.0 }),
         ],
         Missing::Mask,
     )
@@ -166,14 +166,14 @@ proptest! {
     fn blocks_and_whole_passes_agree((old, rollout, trace) in steps(5000)) {
         let terms = Terms::of(Some(&old), Some(&rollout), &trace);
         let tokens = plan(
-            vec![gate(Stat::K3, Level::TOKEN, f64::NEG_INFINITY, 2.0, Over::Token)],
-            vec![weight(Level::TOKEN, Shape::Window(0.2, 4.0))],
+            vec![rejection(Stat::K3, Aggregation::TOKEN, f64::NEG_INFINITY, 2.0, Over::Token)],
+            vec![weight(Aggregation::TOKEN, Shape::MaskOutside(0.2, 4.0))],
             Missing::Mask,
         );
-        // A gate on the batch that keeps everything forces one block.
+        // A rejection on the batch that keeps everything forces one block.
         let mut single_block = tokens.clone();
-        single_block.gates.push(AnyGate::Gate(gate(Stat::K1, level(Over::Batch, Agg::Max), -1e9, 1e9, Over::Batch)));
-        let (a, b) = (correct(&terms, &tokens, &Alone).unwrap(), correct(&terms, &single_block, &Alone).unwrap());
+        single_block.rejections.push(AnyRejection::Rejection(rejection(Stat::K1, level(Over::Batch, Reduce::Max), -1e9, 1e9, Over::Batch)));
+        let (a, b) = (correct(&terms, &tokens, &SingleRank).unwrap(), correct(&terms, &single_block, &SingleRank).unwrap());
         prop_assert_eq!(&a.weight, &b.weight);
         prop_assert_eq!(&a.keep, &b.keep);
         prop_assert_eq!(a.stats, b.stats);
@@ -192,7 +192,7 @@ proptest! {
         let terms = Terms::of(Some(&old), Some(&rollout), &trace);
         let run = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| correct(&terms, &rich_plan(), &Alone).unwrap())
+            pool.install(|| correct(&terms, &rich_plan(), &SingleRank).unwrap())
         };
         let (one, three) = (run(1), run(3));
         prop_assert_eq!(one.weight, three.weight);

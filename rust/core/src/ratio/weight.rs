@@ -3,9 +3,9 @@
 use super::block::Block;
 use super::estimators::clamped;
 use super::float::{Real, Vector};
-use super::gate::{Found, beyond};
 use super::loops::{exponentiate, map2, ones, wide_sum};
 use super::plan::{Blend, Over, Shape, Weight, When};
+use super::rejection::{Found, beyond};
 use super::segments::Local;
 use crate::error::Result;
 

@@ -45,7 +45,7 @@ impl Bytes {
 
 /// Buffered bytes of a stream.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct ReadBuffer {
     /// The bytes, followed by unused capacity.
     block: Arc<Vec<u8>>,
     filled: usize,
@@ -55,7 +55,7 @@ pub(super) struct Held {
     most: usize,
 }
 
-impl Deref for Held {
+impl Deref for ReadBuffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -63,7 +63,7 @@ impl Deref for Held {
     }
 }
 
-impl Held {
+impl ReadBuffer {
     pub fn new(most: usize) -> Self {
         Self { block: Arc::default(), filled: 0, spare: Arc::default(), most }
     }
@@ -82,7 +82,7 @@ impl Held {
     /// stream.
     pub fn read(&mut self, stream: &mut dyn Read) -> io::Result<usize> {
         self.make_room();
-        // No record shares a block that was not passed to `forget`, so `make_mut` copies nothing.
+        // No record shares a block that was not passed to `drop_front`, so `make_mut` copies nothing.
         let block = Arc::make_mut(&mut self.block);
         let end = block.len().min(self.filled + BLOCK);
         loop {
@@ -120,7 +120,7 @@ impl Held {
     }
 
     /// Drops the first `count` bytes, and the capacity that only a long record needed.
-    pub fn forget(&mut self, count: usize) {
+    pub fn drop_front(&mut self, count: usize) {
         if count == 0 {
             return;
         }

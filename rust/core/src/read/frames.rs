@@ -3,11 +3,11 @@
 //!
 //! The size of a frame is limited by the size in its header, and that size by the caller.
 
-use super::reader::decoded;
+use super::reader::decode_pieces;
 use super::source::{in_file, unreadable};
 use super::split::Piece;
 use crate::cancel;
-use crate::error::{At, Error, Kind, Result};
+use crate::error::{Error, Kind, RecordPlace, Result};
 use crate::trace::Trace;
 use memchr::memchr_iter;
 use std::fs::{File, metadata};
@@ -34,14 +34,14 @@ pub struct Frames {
     file: File,
     name: String,
     /// Limit for the decompressed bytes of one frame.
-    most: usize,
+    max_bytes: usize,
     start: u64,
     /// Buffer of the file. The bytes of the next frame are those from `at` to `filled`.
     block: Vec<u8>,
     at: usize,
     filled: usize,
     /// Whether the last frame was not read to its end, so that `block` must be read again.
-    torn: bool,
+    must_reread: bool,
     decoder: Decoder<'static>,
 }
 
@@ -55,25 +55,25 @@ pub struct Frame {
 }
 
 impl Frames {
-    /// Opens a file to read the frames from byte `start` on, each of at most `most` decompressed bytes.
+    /// Opens a file to read the frames from byte `start` on, each of at most `max_bytes` decompressed bytes.
     ///
     /// # Errors
     /// `Kind::Io` if the file cannot be read or is not a regular file.
-    pub fn open(path: &Path, start: u64, most: usize) -> Result<Self> {
+    pub fn open(path: &Path, start: u64, max_bytes: usize) -> Result<Self> {
         let name = path.to_string_lossy().into_owned();
         let fail = |error: &_| unreadable(&name, error);
         // Opening a pipe without a writer would block.
         if !metadata(path).map_err(|error| fail(&error))?.is_file() {
             return Err(Error::new(Kind::Io, "TG-READ-001", "it is no file")
                 .why("Groups are read from files that only grow")
-                .cure("Take it out of the folder")
+                .fix("Take it out of the folder")
                 .at(&in_file(&name)));
         }
         let file = File::open(path).map_err(|error| fail(&error))?;
         let mut decoder = Decoder::new().map_err(|error| fail(&error))?;
-        let window = usize::BITS - most.saturating_sub(1).leading_zeros();
+        let window = usize::BITS - max_bytes.saturating_sub(1).leading_zeros();
         decoder.set_parameter(DParameter::WindowLogMax(window.clamp(10, 31))).map_err(|error| fail(&error))?;
-        Ok(Self { file, name, most, start, block: vec![0; BLOCK], at: 0, filled: 0, torn: true, decoder })
+        Ok(Self { file, name, max_bytes, start, block: vec![0; BLOCK], at: 0, filled: 0, must_reread: true, decoder })
     }
 
     /// Returns the next frame, or `None` if it is not complete yet.
@@ -81,14 +81,14 @@ impl Frames {
     /// # Errors
     /// `Kind::Io` if the bytes are not a valid frame.
     pub fn next_frame(&mut self) -> Result<Option<Frame>> {
-        if self.torn {
+        if self.must_reread {
             self.file.seek(SeekFrom::Start(self.start)).map_err(|error| unreadable(&self.name, &error))?;
             self.decoder.reinit().map_err(|error| unreadable(&self.name, &error))?;
             (self.at, self.filled) = (0, 0);
         }
-        self.torn = true;
+        self.must_reread = true;
         let Some((text, length)) = self.text()? else { return Ok(None) };
-        self.torn = false;
+        self.must_reread = false;
         self.start += length;
         Ok(Some(Frame { traces: traces(&text), length }))
     }
@@ -100,7 +100,7 @@ impl Frames {
         }
         let head = &self.block[self.at..self.filled];
         let content_size = match get_frame_content_size(head) {
-            Ok(Some(content_size)) if content_size <= self.most as u64 => content_size as usize,
+            Ok(Some(content_size)) if content_size <= self.max_bytes as u64 => content_size as usize,
             Ok(Some(content_size)) => return Err(self.changed(&format!("it claims {content_size} bytes"))),
             Ok(None) => return Err(self.changed("it does not say how long it is")),
             Err(_) if head.len() < HEADER => return Ok(None),
@@ -153,7 +153,7 @@ impl Frames {
         let what = format!("the frame at byte {} is not what was written ({reason})", self.start);
         Error::new(Kind::Io, "TG-READ-002", what)
             .why("What follows it cannot be found")
-            .cure("Copy the file again")
+            .fix("Copy the file again")
             .at(&in_file(&self.name))
     }
 }
@@ -166,8 +166,8 @@ fn traces(text: &[u8]) -> Vec<Arc<Trace>> {
         start = end + 1;
         line
     });
-    let records = (1..).map(At::from).zip(lines.filter(|line| !line.is_empty()));
+    let records = (1..).map(RecordPlace::from).zip(lines.filter(|line| !line.is_empty()));
     let pieces = records.map(|(at, bytes)| Piece::own(at, bytes.into())).collect();
-    let outcomes = decoded(pieces, &Arc::from(NAME), usize::MAX, None);
+    let outcomes = decode_pieces(pieces, &Arc::from(NAME), usize::MAX, None);
     outcomes.into_iter().filter_map(|outcome| outcome.decoded.ok()).map(|record| Arc::new(record.trace)).collect()
 }

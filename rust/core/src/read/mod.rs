@@ -17,6 +17,6 @@ mod tests;
 mod write;
 
 pub use frames::{Frame, Frames};
-pub use needs_adapter::{open, plain};
-pub use reader::{Cut, Made, OnError, Options, Reader, Report, decode_all, read_all};
+pub use needs_adapter::{needs_no_adapter, unanswered_traces};
+pub use reader::{Converted, OnError, Options, RawRecord, Reader, Report, decode_all, read_all};
 pub use write::Writer;

@@ -22,22 +22,23 @@ use std::sync::Arc;
 ///
 /// ```
 /// let answered = br#"{"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "from"}]}"#;
-/// let plain = |keys: &[&str]| tracegrad_core::read::plain(vec![answered.as_slice().into(), b"{}".as_slice().into()], keys);
-/// assert_eq!(plain(&["from"])?, [true, false]);
-/// assert_eq!(plain(&["content"])?, [false, false]);
+/// # use tracegrad_core::read::needs_no_adapter;
+/// let check = |keys: &[&str]| needs_no_adapter(vec![answered.as_slice().into(), b"{}".as_slice().into()], keys);
+/// assert_eq!(check(&["from"])?, [true, false]);
+/// assert_eq!(check(&["content"])?, [false, false]);
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
 ///
 /// # Errors
 /// `Kind::Argument` if there are too many keys to search for.
-pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<bool>> {
+pub fn needs_no_adapter<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<bool>> {
     let keys = AhoCorasick::builder().match_kind(MatchKind::LeftmostFirst).build(keys);
     let keys = keys.map_err(|error| Error::new(Kind::Argument, "TG-READ-003", error.to_string()))?;
     let has_key =
         |record: &[u8]| keys.find_iter(record).any(|name| is_key(&record[..name.start()], &record[name.end()..]));
     let is_plain = |record: Arc<[u8]>| {
         !has_key(&record)
-            && decode_all(vec![record], "", 1.into(), None).is_ok_and(|(traces, report)| stands(&traces, &report))
+            && decode_all(vec![record], "", 1.into(), None).is_ok_and(|(traces, report)| is_complete(&traces, &report))
     };
     Ok(pool::map(records, || (), |(), record| is_plain(record)))
 }
@@ -49,19 +50,20 @@ pub fn plain<K: AsRef<[u8]>>(records: Vec<Arc<[u8]>>, keys: &[K]) -> Result<Vec<
 /// lower case without `_` and `-`.
 ///
 /// ```
-/// # use tracegrad_core::read::{Options, open, read_all};
+/// # use tracegrad_core::read::{Options, read_all, unanswered_traces};
 /// let cut = br#"{"messages": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "sure?"}], "id": "a"}"#;
 /// let answered = br#"{"messages": [{"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}], "Out_put": "5"}"#;
 /// let both = [&cut[..], b"\n", &answered[..]].concat();
 /// let (traces, _) = read_all(&both, "memory", Options::default())?;
 /// let traces: Vec<_> = traces.into_iter().collect();
-/// assert_eq!((open(&traces, None::<&[&str]>)?, open(&traces, Some(&["output"]))?), (vec![0, 1], vec![1]));
+/// assert_eq!(unanswered_traces(&traces, None::<&[&str]>)?, [0, 1]);
+/// assert_eq!(unanswered_traces(&traces, Some(&["output"]))?, [1]);
 /// # Ok::<(), tracegrad_core::Error>(())
 /// ```
 ///
 /// # Errors
 /// `Kind::Io` if a record cannot be read again.
-pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result<Vec<usize>> {
+pub fn unanswered_traces<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result<Vec<usize>> {
     let has_answer =
         |trace: &Trace| names.map_or(Ok(true), |names| trace.record().map(|record| may_answer(&record, names)));
     let is_empty = |trace: &Trace| names.is_some() && trace.generations.is_empty();
@@ -72,7 +74,7 @@ pub fn open<N: AsRef<str>>(traces: &[Arc<Trace>], names: Option<&[N]>) -> Result
 }
 
 /// Words that a response or a message contains, whatever its format.
-const SAID: [&str; 4] = ["choices", "content", "tool_calls", "blocks"];
+const ANSWER_WORDS: [&str; 4] = ["choices", "content", "tool_calls", "blocks"];
 
 /// Returns whether a record contains a possible answer outside its messages.
 fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
@@ -84,21 +86,21 @@ fn may_answer<N: AsRef<str>>(record: &[u8], names: &[N]) -> bool {
     values.iter().any(|(key, value)| {
         let text = value.get();
         let is_candidate = text.starts_with(['{', '[', '"']) && key != "messages" && key != "tools";
-        is_candidate && (has_name(key) || SAID.iter().any(|word| text.contains(word)))
+        is_candidate && (has_name(key) || ANSWER_WORDS.iter().any(|word| text.contains(word)))
     })
 }
 
 /// Returns whether the decoded traces contain everything that was sampled. A recorder's own format marks its messages
 /// itself.
-fn stands(traces: &[Arc<Trace>], report: &Report) -> bool {
+fn is_complete(traces: &[Arc<Trace>], report: &Report) -> bool {
     let is_list = report.forms.keys().any(|form| form.name == "chat");
     let is_whole = |trace: &Trace| !(trace.generations.is_empty() || is_list && is_open(trace));
-    report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace)) && !alone(traces, report)
+    report.unused_choices == 0 && traces.iter().any(|trace| is_whole(trace)) && !lacks_prompts(traces, report)
 }
 
 /// Returns whether responses were decoded without their prompts, and the record may store the requests under another
 /// name.
-fn alone(traces: &[Arc<Trace>], report: &Report) -> bool {
+fn lacks_prompts(traces: &[Arc<Trace>], report: &Report) -> bool {
     let has_no_prompt = |prompt: &Prompt| matches!(prompt, Prompt::Rendered | Prompt::Unknown);
     let mut first = traces.iter().filter_map(|trace| trace.generations.first());
     !report.forms.keys().any(is_recorders)

@@ -1,7 +1,7 @@
 //! Files with bad records: one contains their bytes, the other the place and the reason of each.
 
 use super::source::in_file;
-use crate::error::{At, Error, Kind, Result};
+use crate::error::{Error, Kind, RecordPlace, Result};
 use crate::files;
 use crate::format::Rejection;
 use serde_json::json;
@@ -37,7 +37,7 @@ impl Quarantine {
         Self { raw_path, list_path, files: None, offset: 0, pending: None }
     }
 
-    pub fn put(&mut self, bytes: &[u8], at: At, file: &str, rejection: &Rejection) -> Result<()> {
+    pub fn put(&mut self, bytes: &[u8], at: RecordPlace, file: &str, rejection: &Rejection) -> Result<()> {
         self.close_record()?;
         self.pending = Some(Pending {
             entry: json!({
@@ -51,11 +51,11 @@ impl Quarantine {
             }),
             length: 0,
         });
-        self.go_on(bytes)
+        self.append(bytes)
     }
 
     /// Appends further bytes of the last record.
-    pub fn go_on(&mut self, bytes: &[u8]) -> Result<()> {
+    pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         if let Some(pending) = &mut self.pending {
             pending.length += bytes.len() as u64;
         }
@@ -92,7 +92,7 @@ impl Quarantine {
         result.map_err(|error| {
             Error::new(Kind::Io, "TG-READ-004", format!("the quarantine cannot be written: {error}"))
                 .why("Bad records would be lost")
-                .cure("Free space there, remove what has its name, or name another place with quarantine=")
+                .fix("Free space there, remove what has its name, or name another place with quarantine=")
                 .at(&in_file(&self.raw_path.to_string_lossy()))
         })
     }

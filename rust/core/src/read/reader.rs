@@ -7,11 +7,11 @@ use super::buffer::Bytes;
 use super::quarantine::Quarantine;
 use super::source::{Source, in_file};
 use super::split::{Piece, Splitter};
-use crate::error::{At, Error, Kind, Location, Result};
+use crate::error::{Error, Kind, Location, RecordPlace, Result};
 use crate::format::{Decoded, Form, Reason, Record, Rejection, decode, reject};
-use crate::record_bytes::{Raw, Spot};
+use crate::record_bytes::{FilePosition, Raw};
 use crate::trace::Trace;
-use crate::{caught, pool};
+use crate::{catch_panic, pool};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -86,22 +86,22 @@ pub struct Reader {
     pub(super) options: Options,
     pub(super) limit: usize,
     /// Bytes read from the file so far, before decompression.
-    pub(super) taken: Arc<AtomicU64>,
+    pub(super) bytes_read: Arc<AtomicU64>,
     pub(super) splitter: Splitter,
     pub(super) waiting: VecDeque<Outcome>,
-    /// Next chunk of records, cut while the current one is decoded.
+    /// Next chunk of records, split while the current one is decoded.
     pub(super) ahead: Option<Vec<Piece>>,
-    /// Places on disk of the records that the last call of `records` returned.
-    pub(super) spots: Vec<Option<Spot>>,
+    /// Places on disk of the records that the last call of `raw_records` returned.
+    pub(super) positions: Vec<Option<FilePosition>>,
     /// Whether reads from the source never block, so that reading ahead delays nothing.
     pub(super) ready: bool,
     pub(super) next_chunk: usize,
     pub(super) quarantine: Option<Quarantine>,
     pub(super) report: Report,
-    /// Whether `batch_asking` stops at bad records that the caller may be able to convert.
-    pub(super) asking: bool,
-    /// The bad record at which `batch_asking` stopped.
-    pub(super) refused: Option<(At, Bytes, Rejection)>,
+    /// Whether `batch_until_unknown` stops at bad records that the caller may be able to convert.
+    pub(super) stops_at_unknown: bool,
+    /// The bad record at which `batch_until_unknown` stopped.
+    pub(super) unknown_record: Option<(RecordPlace, Bytes, Rejection)>,
     /// Whether the splitter has no more records.
     pub(super) exhausted: bool,
     pub(super) ended: bool,
@@ -134,17 +134,17 @@ impl Reader {
             file: source.name,
             ready: source.ready,
             ahead: None,
-            spots: Vec::new(),
+            positions: Vec::new(),
             limit: source.limit,
-            taken: source.taken,
+            bytes_read: source.taken,
             splitter: Splitter::new(source.bytes, source.origin, source.limit),
             next_chunk: FIRST_CHUNK_BYTES.min(options.chunk_bytes),
             options,
             waiting: VecDeque::new(),
             quarantine,
             report: Report::default(),
-            asking: false,
-            refused: None,
+            stops_at_unknown: false,
+            unknown_record: None,
             exhausted: false,
             ended: false,
         }
@@ -157,8 +157,8 @@ impl Reader {
 
     /// Returns the number of bytes read from the file, before decompression. Reading ahead makes it larger than the
     /// bytes of the records returned.
-    pub fn taken(&self) -> u64 {
-        self.taken.load(Ordering::Relaxed)
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_read.load(Ordering::Relaxed)
     }
 
     /// Reads at most `count` traces. Fewer than `count` means that the stream has ended.
@@ -166,13 +166,13 @@ impl Reader {
         self.by_ref().take(count).map(|trace| trace.map(Arc::new)).collect()
     }
 
-    /// Decodes the next chunk. With several threads the chunk after it is cut at the same time.
+    /// Decodes the next chunk. With several threads the chunk after it is split at the same time.
     fn fill(&mut self) {
         let pieces = self.ahead.take().unwrap_or_else(|| self.cut());
         let bytes = pieces.iter().map(Piece::len).sum::<usize>();
         self.report.bytes += bytes as u64;
         let (file, limit, format) = (Arc::clone(&self.file), self.limit, self.options.format);
-        let decode = || decoded(pieces, &file, limit, format);
+        let decode = || decode_pieces(pieces, &file, limit, format);
         // A long record is not decoded while the next chunk is read: that would keep two of them in memory.
         let ahead = self.ready && !self.exhausted && bytes / 2 < self.options.chunk_bytes;
         let outcomes = if ahead && pool::count() > 1 {
@@ -204,9 +204,15 @@ impl Reader {
     }
 
     /// Applies the error policy to a bad record.
-    pub(super) fn settle(&mut self, bytes: &[u8], at: At, continued: bool, rejection: Rejection) -> Result<()> {
+    pub(super) fn handle_bad_record(
+        &mut self,
+        bytes: &[u8],
+        at: RecordPlace,
+        continued: bool,
+        rejection: Rejection,
+    ) -> Result<()> {
         if continued {
-            return self.quarantine.as_mut().map_or(Ok(()), |quarantine| quarantine.go_on(bytes));
+            return self.quarantine.as_mut().map_or(Ok(()), |quarantine| quarantine.append(bytes));
         }
         self.report.count_bad(rejection.reason, &rejection.error);
         match &mut self.quarantine {
@@ -228,7 +234,7 @@ impl Reader {
         let problem = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
         Err(Error::new(Kind::Io, "TG-READ-005", problem)
             .why("There are no traces to read")
-            .cure("Check the path, and that whatever wrote it has finished")
+            .fix("Check the path, and that whatever wrote it has finished")
             .at(&in_file(&self.file)))
     }
 
@@ -254,11 +260,13 @@ impl Reader {
                     self.report.count(&record);
                     return Ok(Some(record.trace));
                 }
-                Err(rejection) if self.asking && rejection.reason.may_be_known() && !outcome.continued => {
-                    self.refused = Some((outcome.at, outcome.bytes, rejection));
+                Err(rejection)
+                    if self.stops_at_unknown && rejection.reason.is_maybe_convertible() && !outcome.continued =>
+                {
+                    self.unknown_record = Some((outcome.at, outcome.bytes, rejection));
                     return Ok(None);
                 }
-                Err(rejection) => self.settle(&outcome.bytes, outcome.at, outcome.continued, rejection)?,
+                Err(rejection) => self.handle_bad_record(&outcome.bytes, outcome.at, outcome.continued, rejection)?,
             }
         }
     }
@@ -279,29 +287,29 @@ impl Iterator for Reader {
 
 /// A record of the file before decoding.
 #[derive(Debug, Clone)]
-pub struct Cut {
+pub struct RawRecord {
     /// Place of its first byte.
-    pub at: At,
+    pub at: RecordPlace,
     /// Bytes of the record.
     pub bytes: Arc<[u8]>,
 }
 
 /// Result of a caller's conversion of a record.
 #[derive(Debug, Clone)]
-pub enum Made {
+pub enum Converted {
     /// The bytes to decode instead.
     Record(Arc<[u8]>),
-    /// A record that could not be converted: what is wrong, why it matters, and what to do.
+    /// A record that could not be converted: the problem, why it matters, and the fix.
     Refused([String; 3]),
 }
 
 impl Reader {
-    /// Reads at most `count` records without decoding them, of about `most` bytes together. An empty list means that
+    /// Reads at most `count` records without decoding them, of about `max_bytes` bytes together. An empty list means that
     /// the stream has ended.
     ///
-    /// Call it before `batch`, because `batch` cuts records ahead of those that it returns.
-    pub fn records(&mut self, count: usize, max_bytes: usize) -> Result<Vec<Cut>> {
-        self.spots.clear();
+    /// Call it before `batch`, because `batch` reads records ahead of those that it returns.
+    pub fn raw_records(&mut self, count: usize, max_bytes: usize) -> Result<Vec<RawRecord>> {
+        self.positions.clear();
         let (mut records, mut byte_count) = (Vec::new(), 0);
         while records.len() < count && byte_count < max_bytes && !self.exhausted && !self.limit_reached() {
             let Some(piece) = self.splitter.next_piece() else {
@@ -311,14 +319,14 @@ impl Reader {
             byte_count += piece.len();
             self.report.bytes += piece.len() as u64;
             if let Piece::Record { at, bytes, spot } = piece {
-                self.spots.push(spot);
-                records.push(Cut { at, bytes: bytes.own() });
+                self.positions.push(spot);
+                records.push(RawRecord { at, bytes: bytes.own() });
                 continue;
             }
             self.exhausted = matches!(piece, Piece::Broken { .. });
             let outcome = Outcome::of(piece, &self.file, self.limit, None);
             if let Err(rejection) = outcome.decoded {
-                self.settle(&outcome.bytes, outcome.at, outcome.continued, rejection)?;
+                self.handle_bad_record(&outcome.bytes, outcome.at, outcome.continued, rejection)?;
             }
         }
         Ok(records)
@@ -326,47 +334,47 @@ impl Reader {
 
     /// Reads at most `count` traces, and stops early at a bad record that the caller may be able to convert.
     ///
-    /// The caller continues with `settle_refused` or `decode`.
-    pub fn batch_asking(&mut self, count: usize) -> Result<(Vec<Arc<Trace>>, Option<Cut>)> {
-        self.asking = true;
+    /// The caller continues with `reject_unknown` or `decode`.
+    pub fn batch_until_unknown(&mut self, count: usize) -> Result<(Vec<Arc<Trace>>, Option<RawRecord>)> {
+        self.stops_at_unknown = true;
         let traces = self.batch(count)?;
-        let refused = self.refused.as_ref();
-        Ok((traces, refused.map(|(at, bytes, _)| Cut { at: *at, bytes: bytes.clone().own() })))
+        let refused = self.unknown_record.as_ref();
+        Ok((traces, refused.map(|(at, bytes, _)| RawRecord { at: *at, bytes: bytes.clone().own() })))
     }
 
-    /// Applies the error policy to the record at which `batch_asking` stopped, if the caller cannot convert it either.
-    pub fn settle_refused(&mut self) -> Result<()> {
-        let Some((at, bytes, rejection)) = self.refused.take() else { return Ok(()) };
-        let result = self.settle(&bytes, at, false, rejection);
+    /// Applies the error policy to the record at which `batch_until_unknown` stopped, if the caller cannot convert it either.
+    pub fn reject_unknown(&mut self) -> Result<()> {
+        let Some((at, bytes, rejection)) = self.unknown_record.take() else { return Ok(()) };
+        let result = self.handle_bad_record(&bytes, at, false, rejection);
         self.ended |= result.is_err();
         result
     }
 
-    /// Takes back the records of the first call of `records`, so that they are read first. They must be complete and
+    /// Takes back the records of the first call of `raw_records`, so that they are read first. They must be complete and
     /// unchanged.
-    pub fn put_back(&mut self, records: Vec<Cut>) {
+    pub fn unread(&mut self, records: Vec<RawRecord>) {
         self.report.bytes -= records.iter().map(|cut| cut.bytes.len() as u64).sum::<u64>();
-        let spots = self.spots.drain(..).chain(std::iter::repeat(None));
+        let spots = self.positions.drain(..).chain(std::iter::repeat(None));
         let pieces = records.into_iter().zip(spots);
-        let pieces = pieces.map(|(Cut { at, bytes }, spot)| Piece::Record { at, bytes: Bytes::Own(bytes), spot });
+        let pieces = pieces.map(|(RawRecord { at, bytes }, spot)| Piece::Record { at, bytes: Bytes::Own(bytes), spot });
         self.ahead = Some(pieces.collect());
     }
 
     /// Decodes converted records and applies the error policy to the bad ones.
-    pub fn decode(&mut self, conversions: Vec<(Cut, Made)>) -> Result<Vec<Arc<Trace>>> {
-        self.refused = None;
+    pub fn decode(&mut self, conversions: Vec<(RawRecord, Converted)>) -> Result<Vec<Arc<Trace>>> {
+        self.unknown_record = None;
         let (mut pieces, mut origins) = (Vec::new(), Vec::new());
         for (cut, conversion) in conversions {
             match conversion {
-                Made::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
-                Made::Refused([what, why, cure]) => {
-                    let problem = reject(Reason::WrongType, "TG-READ-006", what).why(why).cure(cure);
+                Converted::Record(bytes) => pieces.push(Piece::own(cut.at, bytes)),
+                Converted::Refused([what, why, cure]) => {
+                    let problem = reject(Reason::WrongType, "TG-READ-006", what).why(why).fix(cure);
                     pieces.push(Piece::Broken { at: cut.at, bytes: Vec::new(), problem });
                 }
             }
             origins.push(cut.bytes);
         }
-        let outcomes = decoded(pieces, &self.file, self.limit, self.options.format);
+        let outcomes = decode_pieces(pieces, &self.file, self.limit, self.options.format);
         let mut traces = Vec::with_capacity(outcomes.len());
         for (outcome, origin) in outcomes.into_iter().zip(origins) {
             if self.limit_reached() {
@@ -377,7 +385,7 @@ impl Reader {
                     self.report.count(&record);
                     traces.push(Arc::new(record.trace));
                 }
-                Err(rejection) => self.settle(&origin, outcome.at, false, rejection)?,
+                Err(rejection) => self.handle_bad_record(&origin, outcome.at, false, rejection)?,
             }
         }
         Ok(traces)
@@ -389,7 +397,7 @@ const LONG: usize = 8 << 20;
 
 /// One record after decoding, with the data that the policy for bad records needs.
 pub(super) struct Outcome {
-    pub at: At,
+    pub at: RecordPlace,
     /// Bytes of a bad record; empty for a good one.
     pub bytes: Bytes,
     pub decoded: Decoded<Record>,
@@ -401,13 +409,13 @@ pub(super) struct Outcome {
 pub fn decode_all(
     records: Vec<Arc<[u8]>>,
     name: &str,
-    first: At,
+    first: RecordPlace,
     format: Option<&'static str>,
 ) -> Result<(Vec<Arc<Trace>>, Report)> {
     let file: Arc<str> = name.into();
     let places = std::iter::successors(Some(first), |at| Some(at.next()));
     let pieces = places.zip(records).map(|(at, bytes)| Piece::own(at, bytes)).collect();
-    let outcomes = decoded(pieces, &file, usize::MAX, format);
+    let outcomes = decode_pieces(pieces, &file, usize::MAX, format);
     let (mut traces, mut report) = (Vec::with_capacity(outcomes.len()), Report::default());
     for outcome in outcomes {
         let record = outcome.decoded.map_err(|rejection| rejection.error)?;
@@ -419,7 +427,12 @@ pub fn decode_all(
 }
 
 /// Decodes pieces on all threads and returns the results in order.
-pub(super) fn decoded(pieces: Vec<Piece>, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Vec<Outcome> {
+pub(super) fn decode_pieces(
+    pieces: Vec<Piece>,
+    file: &Arc<str>,
+    limit: usize,
+    format: Option<&'static str>,
+) -> Vec<Outcome> {
     pool::map(pieces, || (), |(), piece| Outcome::of(piece, file, limit, format))
 }
 
@@ -427,12 +440,12 @@ impl Outcome {
     pub fn of(piece: Piece, file: &Arc<str>, limit: usize, format: Option<&'static str>) -> Self {
         let (at, bytes, continued, problem) = match piece {
             Piece::Record { at, bytes, spot } => {
-                let raw = spot.map_or_else(|| Raw::Held(bytes.own()), |spot| Raw::left(&bytes, spot));
+                let raw = spot.map_or_else(|| Raw::Memory(bytes.own()), |spot| Raw::left(&bytes, spot));
                 let decoded = if bytes.len() < LONG {
                     decode_one(&bytes, raw, &at.in_file(file), format)
                 } else {
                     let (bytes, place) = (bytes.clone(), at.in_file(file));
-                    pool::apart(move || decode_one(&bytes, raw, &place, format))
+                    pool::run_abandonable(move || decode_one(&bytes, raw, &place, format))
                 };
                 let bytes = if decoded.is_ok() { Bytes::Cut(Vec::new()) } else { bytes };
                 return Self { at, bytes, decoded, continued: false };
@@ -448,13 +461,13 @@ impl Outcome {
 fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) -> Decoded<Record> {
     let work = || Ok(decode(bytes, raw, place, format));
     let fault = |error: Error| Err(Rejection { reason: Reason::Fault, error: error.at(place) });
-    caught(Kind::Fault, "reading a record", work).unwrap_or_else(fault)
+    catch_panic(Kind::Fault, "reading a record", work).unwrap_or_else(fault)
 }
 
 fn too_long(limit: usize) -> Rejection {
     reject(Reason::TooLong, "TG-READ-007", format!("a record of more than {limit} bytes"))
         .why("It would have to be held in memory several times over")
-        .cure("Split it, or raise max_record_bytes")
+        .fix("Split it, or raise max_record_bytes")
 }
 
 /// Counts of a reader.

@@ -4,7 +4,7 @@
 
 use crate::cancel;
 use crate::error::{Error, Kind, Location, Result};
-use crate::record_bytes::Origin;
+use crate::record_bytes::SourceFile;
 use flate2::read::MultiGzDecoder;
 use std::fs::{self, File, FileType};
 use std::io::{self, BufReader, Chain, Cursor, ErrorKind, IsTerminal, Read};
@@ -23,9 +23,9 @@ pub(super) struct Source {
     /// Longest record in bytes: the limit, less the memory that decompression needs beyond the common window.
     pub limit: usize,
     /// The file from which records can be read again, if there is one.
-    pub origin: Option<Arc<Origin>>,
+    pub origin: Option<Arc<SourceFile>>,
     /// Whether the stream returns the bytes of the file unchanged, without decompression.
-    stands: bool,
+    is_uncompressed: bool,
     /// Number of bytes read so far, before decompression.
     pub taken: Arc<AtomicU64>,
 }
@@ -67,23 +67,23 @@ impl Source {
     pub fn open(path: &Path, limit: usize, name: Option<&str>) -> Result<Self> {
         if path == Path::new("-") {
             let stdin = stdin().map_err(|error| unreadable("<stdin>", &error))?;
-            return Self::new(Box::new(Waiting(stdin)), "<stdin>", limit);
+            return Self::new(Box::new(Interruptible(stdin)), "<stdin>", limit);
         }
         let name = name.map_or_else(|| path.to_string_lossy(), Into::into);
         let fail = |error: &io::Error| unreadable(&name, error);
         let file = open(path).map_err(|error| fail(&error))?;
         let metadata = file.metadata().map_err(|error| fail(&error))?;
-        if let Some(what) = no_file(metadata.file_type(), &file) {
+        if let Some(what) = non_file_kind(metadata.file_type(), &file) {
             return Err(Error::new(Kind::Io, "TG-READ-008", format!("it is a {what}"))
                 .why("Traces are read from one file, or from a pipe")
-                .cure(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
+                .fix(if metadata.is_dir() { "Name a file in it" } else { "Name a file" })
                 .at(&in_file(&name)));
         }
         let file = Arc::new(file);
-        let mut source = Self::new(Box::new(Waiting(Arc::clone(&file))), &name, limit)?;
+        let mut source = Self::new(Box::new(Interruptible(Arc::clone(&file))), &name, limit)?;
         source.ready = metadata.is_file();
-        if source.ready && source.stands && metadata.len() >= FEW {
-            source.origin = Some(Arc::new(Origin::new(path, &file).map_err(|error| fail(&error))?));
+        if source.ready && source.is_uncompressed && metadata.len() >= FEW {
+            source.origin = Some(Arc::new(SourceFile::new(path, &file).map_err(|error| fail(&error))?));
         }
         Ok(source)
     }
@@ -97,7 +97,7 @@ impl Source {
         if magic == PARQUET {
             return Err(Error::new(Kind::Io, "TG-READ-009", "it is a Parquet file")
                 .why("Its columns are read through pyarrow, not as lines of JSON")
-                .cure("pip install 'tracegrad[arrow]', then name the file instead of a stream of it")
+                .fix("pip install 'tracegrad[arrow]', then name the file instead of a stream of it")
                 .at(&in_file(name)));
         }
         let is_gzip = magic.starts_with(GZIP);
@@ -111,12 +111,19 @@ impl Source {
         let stream: Chain<_, _> = Cursor::new(magic).chain(bytes);
         // Decoders read a few bytes at a time and need a buffer. Uncompressed bytes are read in blocks.
         let buffered = |stream| BufReader::with_capacity(BLOCK, stream);
-        let mut source =
-            Self { name: name.into(), bytes: Box::new(io::empty()), ready: false, limit, origin: None, stands, taken };
+        let mut source = Self {
+            name: name.into(),
+            bytes: Box::new(io::empty()),
+            ready: false,
+            limit,
+            origin: None,
+            is_uncompressed: stands,
+            taken,
+        };
         source.bytes = if is_gzip {
             Box::new(MultiGzDecoder::new(buffered(stream)))
         } else if is_zstd {
-            source.limit = beside_window(window_log, limit).map_err(|error| error.at(&in_file(name)))?;
+            source.limit = record_limit(window_log, limit).map_err(|error| error.at(&in_file(name)))?;
             Box::new(unzstd(buffered(stream), window_log).map_err(|error| unreadable(name, &error))?)
         } else {
             Box::new(stream)
@@ -126,7 +133,7 @@ impl Source {
 }
 
 /// Returns the kind of a path that cannot contain records: a device or a directory.
-fn no_file(kind: FileType, file: &File) -> Option<&'static str> {
+fn non_file_kind(kind: FileType, file: &File) -> Option<&'static str> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::FileTypeExt;
@@ -145,7 +152,7 @@ fn unzstd<R: io::BufRead>(bytes: R, window_log: u32) -> io::Result<zstd::Decoder
 }
 
 /// Returns the longest record that fits next to the window, so that both together stay within the limit of a record.
-fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
+fn record_limit(window_log: u32, limit: usize) -> Result<usize> {
     let (window, common) = (1_usize << window_log.min(MOST_WINDOW_LOG), 1_usize << COMMON_WINDOW_LOG);
     if window == common {
         return Ok(limit);
@@ -153,7 +160,7 @@ fn beside_window(window_log: u32, limit: usize) -> Result<usize> {
     limit.checked_sub(window - common).filter(|_| window_log <= MOST_WINDOW_LOG).ok_or_else(|| {
         Error::new(Kind::Io, "TG-READ-010", format!("zstd needs a window of 2^{window_log} bytes for it"))
             .why(format!("It would be held in memory, which is bounded by max_record_bytes, {limit}"))
-            .cure("Raise max_record_bytes to as much, or decompress it first: zstd -dc --long=31")
+            .fix("Raise max_record_bytes to as much, or decompress it first: zstd -dc --long=31")
     })
 }
 
@@ -175,7 +182,7 @@ fn window_log(frame: &[u8]) -> u32 {
     64 - content.saturating_add(if size == 2 { 256 } else { 0 }).saturating_sub(1).leading_zeros()
 }
 
-/// Returns whether a stream begins with a skippable zstd frame, as pzstd writes it.
+/// Returns whether a stream starts with a skippable zstd frame, as pzstd writes it.
 fn is_skippable(magic: &[u8]) -> bool {
     matches!(magic, [0x50..=0x5f, 0x2a, 0x4d, 0x18])
 }
@@ -188,7 +195,7 @@ pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
     };
     Error::new(Kind::Io, "TG-READ-011", format!("cannot be read: {error}"))
         .why("There are no traces without it")
-        .cure(cure)
+        .fix(cure)
         .at(&in_file(name))
 }
 
@@ -227,13 +234,13 @@ pub(super) fn stdin() -> io::Result<io::Stdin> {
 }
 
 /// A stream that checks for cancellation while it waits.
-pub(super) struct Waiting<R>(pub R);
+pub(super) struct Interruptible<R>(pub R);
 
 #[cfg(unix)]
-impl<R: Read + std::os::fd::AsFd> Read for Waiting<R> {
+impl<R: Read + std::os::fd::AsFd> Read for Interruptible<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            // A signal does not interrupt a read that has not begun, and another thread may receive it. So poll before
+            // A signal does not interrupt a read that has not started, and another thread may receive it. So poll before
             // each read.
             if has_come(&self.0)? {
                 match self.0.read(buffer) {
@@ -259,7 +266,7 @@ fn has_come(stream: &impl std::os::fd::AsFd) -> io::Result<bool> {
 }
 
 #[cfg(not(unix))]
-impl<R: Read> Read for Waiting<R> {
+impl<R: Read> Read for Interruptible<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match self.0.read(buffer) {

@@ -3,30 +3,30 @@
 //!
 //! At most one record and one block are in memory at a time. Inside a record only strings and brackets are parsed.
 //!
-//! An event stream is one record. It begins with a line that is a field of an event. It ends with `data: [DONE]`,
-//! before a line that is an object or begins another stream, or at the end of the file. It becomes the record
+//! An event stream is one record. It starts with a line that is a field of an event. It ends with `data: [DONE]`,
+//! before a line that is an object or starts another stream, or at the end of the file. It becomes the record
 //! `{"response": "<text of the stream>"}`, which is one line of JSON and contains the complete text.
 
-use super::buffer::{BLOCK, Bytes, Held};
+use super::buffer::{BLOCK, Bytes, ReadBuffer};
 use crate::cancel;
-use crate::error::At;
+use crate::error::RecordPlace;
 use crate::format::{Reason, Rejection, reject};
-use crate::record_bytes::{Origin, Spot};
+use crate::record_bytes::{FilePosition, SourceFile};
 use std::io::{self, Read};
 use std::sync::Arc;
 
 pub(super) enum Piece {
     /// A record, and the place of its bytes on disk.
-    Record { at: At, bytes: Bytes, spot: Option<Spot> },
+    Record { at: RecordPlace, bytes: Bytes, spot: Option<FilePosition> },
     /// A part of a record that is longer than the limit. `continued` is set for all parts but the first.
-    Overlong { at: At, bytes: Vec<u8>, continued: bool },
+    Overlong { at: RecordPlace, bytes: Vec<u8>, continued: bool },
     /// The point at which the stream broke. No piece follows.
-    Broken { at: At, bytes: Vec<u8>, problem: Rejection },
+    Broken { at: RecordPlace, bytes: Vec<u8>, problem: Rejection },
 }
 
 impl Piece {
     /// Returns a record that exists only in memory.
-    pub fn own(at: At, bytes: Arc<[u8]>) -> Self {
+    pub fn own(at: RecordPlace, bytes: Arc<[u8]>) -> Self {
         Self::Record { at, bytes: Bytes::Own(bytes), spot: None }
     }
 
@@ -44,17 +44,17 @@ const BOM: &[u8] = &[0xef, 0xbb, 0xbf];
 pub(super) struct Splitter {
     stream: Box<dyn Read + Send>,
     /// The file, if the stream returns its bytes unchanged.
-    origin: Option<Arc<Origin>>,
-    buffer: Held,
+    origin: Option<Arc<SourceFile>>,
+    buffer: ReadBuffer,
     /// Number of bytes of the stream before the buffer.
     before: u64,
-    /// Offset in the buffer at which the current record begins.
+    /// Offset in the buffer at which the current record starts.
     start: usize,
     /// Offset in the buffer up to which the current record was scanned.
     scanned: usize,
     nesting: Nesting,
     layout: Layout,
-    /// Offset in the buffer at which the current line begins (layout `Lines` only).
+    /// Offset in the buffer at which the current line starts (layout `Lines` only).
     line_start: usize,
     /// Whether the beginning of the current line was dropped, as part of a record that is too long.
     line_cut: bool,
@@ -62,11 +62,11 @@ pub(super) struct Splitter {
     in_stream: bool,
     /// Number of blanks since the last line break, while the layout is unknown. `None` before the first byte was read.
     blanks: Option<usize>,
-    /// Line on which the current record begins.
+    /// Line on which the current record starts.
     line: u64,
     /// Line of the offset `scanned`.
     line_now: u64,
-    /// Number of array elements cut so far.
+    /// Number of array elements read so far.
     count: u64,
     limit: usize,
     /// Whether the current record has exceeded the limit.
@@ -79,11 +79,11 @@ pub(super) struct Splitter {
 impl Splitter {
     /// Creates a splitter for records of at most `limit` bytes. `origin` is the file, if the stream returns its bytes
     /// unchanged.
-    pub fn new(stream: Box<dyn Read + Send>, origin: Option<Arc<Origin>>, limit: usize) -> Self {
+    pub fn new(stream: Box<dyn Read + Send>, origin: Option<Arc<SourceFile>>, limit: usize) -> Self {
         Self {
             stream,
             origin,
-            buffer: Held::new(limit),
+            buffer: ReadBuffer::new(limit),
             before: 0,
             start: 0,
             scanned: 0,
@@ -148,7 +148,7 @@ impl Splitter {
             return false;
         }
         cancel::check();
-        self.buffer.forget(self.start);
+        self.buffer.drop_front(self.start);
         self.before += self.start as u64;
         self.scanned -= self.start;
         self.line_start = self.line_start.saturating_sub(self.start);
@@ -199,7 +199,7 @@ impl Splitter {
         }
     }
 
-    /// Returns the end of the record that begins at `start`, if it is in the buffer.
+    /// Returns the end of the record that starts at `start`, if it is in the buffer.
     fn find_end(&mut self) -> Option<usize> {
         if self.layout == Layout::Lines {
             return self.find_line_end();
@@ -247,7 +247,7 @@ impl Splitter {
         }
     }
 
-    /// Returns whether the bytes at `start` cannot begin a record.
+    /// Returns whether the bytes at `start` cannot start a record.
     fn blocked(&self) -> bool {
         let Layout::Array { comma_due, closed } = self.layout else { return false };
         !self.overlong
@@ -278,7 +278,7 @@ impl Splitter {
         self.blocked().then(|| {
             reject(Reason::NotJson, "TG-READ-012", format!("not JSON: {problem}"))
                 .why("Where the next record begins cannot be known")
-                .cure("Write one array, or one record a line")
+                .fix("Write one array, or one record a line")
         })
     }
 
@@ -315,14 +315,14 @@ impl Splitter {
             return Some(Piece::own(at, record(bytes)));
         }
         let start = self.before + begin as u64;
-        let spot = self.origin.as_ref().map(|origin| Spot { origin: Arc::clone(origin), start });
+        let spot = self.origin.as_ref().map(|origin| FilePosition { origin: Arc::clone(origin), start });
         Some(Piece::Record { at, bytes: self.buffer.share(begin..begin + bytes.len()), spot })
     }
 
-    /// Returns the place at which the current record begins.
-    fn at(&self) -> At {
+    /// Returns the place at which the current record starts.
+    fn at(&self) -> RecordPlace {
         let in_array = matches!(self.layout, Layout::Array { .. });
-        At { line: self.line, record: in_array.then_some(self.count + 1) }
+        RecordPlace { line: self.line, record: in_array.then_some(self.count + 1) }
     }
 
     /// Returns the end of the bytes to drop now, if the current record is too long.
@@ -362,7 +362,7 @@ impl Splitter {
             let window = error.to_string().contains("too much memory");
             let problem = reject(Reason::Stream, "TG-READ-013", format!("the stream broke: {error}"))
                 .why("What follows this line is lost; the lines before it were read")
-                .cure(if window {
+                .fix(if window {
                     "Its later zstd frames have a larger window: decompress it first, zstd -dc --long=31"
                 } else {
                     "Copy the file again; if it is still being written, wait"
@@ -374,7 +374,7 @@ impl Splitter {
         if unclosed && !self.overlong {
             let problem = reject(Reason::Stream, "TG-READ-014", "the JSON array is not closed")
                 .why("The file was cut; the records before this one were read")
-                .cure("Copy the file again, or write one record a line");
+                .fix("Copy the file again, or write one record a line");
             let broken = self.broken(problem);
             self.layout = Layout::Lines;
             return Some(broken);
@@ -445,7 +445,7 @@ pub(super) struct Nesting {
 }
 
 impl Layout {
-    /// Returns the layout of records that begin with `bytes`.
+    /// Returns the layout of records that start with `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         match bytes {
             [b'[', ..] => Self::Array { comma_due: false, closed: false },

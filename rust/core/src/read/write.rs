@@ -147,6 +147,6 @@ fn unwritable(path: &Path, error: &io::Error) -> Error {
     };
     Error::new(Kind::Io, "TG-READ-015", format!("cannot be written: {error}"))
         .why("No half file is left; what was there before is untouched")
-        .cure(cure)
+        .fix(cure)
         .at(&in_file(&path.to_string_lossy()))
 }

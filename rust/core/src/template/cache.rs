@@ -3,13 +3,13 @@
 //! The key of a render consists of the bytes of everything it depends on. The cache size is bounded in bytes. Schemas
 //! are looked up by their `Arc`, else by comparing values; their number and size are bounded too.
 
-use super::marks::{Alphabet, Marker, Tag, Used};
+use super::marks::{Alphabet, Marker, Tag, UsedCharacters};
 use super::rendered::Rendered;
 use super::server_message::Rules;
 use super::value;
-use crate::cache::{Generations, write, write_map};
+use crate::cache::{TwoTableCache, write, write_map};
 use crate::error::{Error, Kind, Result};
-use crate::pool::soon;
+use crate::pool::try_lock_briefly;
 use crate::server::Server;
 use crate::trace::value_of;
 use foldhash::fast::RandomState;
@@ -26,7 +26,7 @@ const GENERATION_BYTES: usize = 2 << 20;
 
 /// Everything that a render depends on, except its template.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Asked<'a> {
+pub(super) struct RenderKey<'a> {
     pub messages: &'a [&'a Json],
     /// Number of the cached tool schemas.
     pub tools: Option<u64>,
@@ -38,12 +38,12 @@ pub(super) struct Asked<'a> {
 #[derive(Debug)]
 pub(super) struct Renders {
     state: RandomState,
-    shards: [Mutex<Generations<Entry>>; SHARDS],
+    shards: [Mutex<TwoTableCache<Entry>>; SHARDS],
 }
 
 impl Default for Renders {
     fn default() -> Self {
-        let shards = std::array::from_fn(|_| Mutex::new(Generations::new(GENERATION_BYTES)));
+        let shards = std::array::from_fn(|_| Mutex::new(TwoTableCache::new(GENERATION_BYTES)));
         Self { state: RandomState::default(), shards }
     }
 }
@@ -55,13 +55,14 @@ struct Entry {
 }
 
 impl Renders {
-    /// Returns the cached render of `asked`, or calls `make` and caches its result.
-    pub fn get<E>(&self, asked: Asked<'_>, make: impl FnOnce() -> Result<Rendered, E>) -> Result<Rendered, E> {
-        let key = asked.key();
+    /// Returns the cached render of `render_key`, or calls `make` and caches its result.
+    pub fn get<E>(&self, render_key: RenderKey<'_>, make: impl FnOnce() -> Result<Rendered, E>) -> Result<Rendered, E> {
+        let key = render_key.key();
         let hash = self.state.hash_one(&*key);
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
         let has_key = |entry: &Entry| *entry.key == *key;
-        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_key, |e| Arc::clone(&e.rendered)));
+        let cached =
+            try_lock_briefly(shard).and_then(|mut shard| shard.read(hash, has_key, |e| Arc::clone(&e.rendered)));
         if let Some(rendered) = cached {
             return Ok((*rendered).clone());
         }
@@ -69,7 +70,7 @@ impl Renders {
         let bytes = key.len() + rendered.text.len() + 48 * rendered.spans.len() + 256;
         if bytes <= GENERATION_BYTES / 4 {
             let entry = Entry { key: key.into(), rendered: Arc::new(rendered.clone()) };
-            if let Some(mut shard) = soon(shard) {
+            if let Some(mut shard) = try_lock_briefly(shard) {
                 shard.put(hash, bytes, entry);
             }
         }
@@ -77,7 +78,7 @@ impl Renders {
     }
 }
 
-impl Asked<'_> {
+impl RenderKey<'_> {
     /// Returns the cache key. Two requests whose renders could differ have different keys.
     pub fn key(&self) -> Vec<u8> {
         let mut key = Vec::with_capacity(1 << 14);
@@ -119,7 +120,7 @@ pub(super) struct Tools {
     server: Option<Server>,
     own: Option<Json>,
     pub bytes: usize,
-    pub used: Used,
+    pub used: UsedCharacters,
     pub plain: Value,
     /// The values with marks of the default alphabet.
     pub marked: Marked,
@@ -130,7 +131,7 @@ pub(super) struct Tools {
 pub(super) struct Marked {
     pub value: Value,
     pub tags: Vec<Tag>,
-    /// Same meaning as in [`Noted`](super::marks::Noted).
+    /// Same meaning as in [`MarkStats`](super::marks::MarkStats).
     pub doubt: bool,
 }
 
@@ -148,10 +149,10 @@ impl ToolSets {
         if !json.is_array() {
             return Err(Error::new(Kind::Argument, "TG-TEMPLATE-001", "tools is not a list of JSON schemas")
                 .why("Chat templates iterate over it")
-                .cure("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
+                .fix("Pass tools as a list of {\"type\": \"function\", \"function\": {...}}"));
         }
         let make = || Arc::new(Tools::new(self.made.fetch_add(1, Ordering::Relaxed), json, server, literals));
-        let Some(mut sets) = soon(&self.sets) else { return Ok(make()) };
+        let Some(mut sets) = try_lock_briefly(&self.sets) else { return Ok(make()) };
         let cached = sets.iter().find(|tools| tools.server == server && Arc::ptr_eq(&tools.json, json));
         let cached = cached.or_else(|| sets.iter().find(|tools| tools.server == server && same(&tools.json, json)));
         if let Some(tools) = cached {
@@ -172,10 +173,10 @@ impl Tools {
     fn new(number: u64, json: &Arc<Json>, server: Option<Server>, literals: &[String]) -> Self {
         let own = server.and_then(|server| in_form(json, server));
         let shown = own.as_ref().unwrap_or(json);
-        let mut used = Used::default();
+        let mut used = UsedCharacters::default();
         value::note(&mut used, shown);
         let plain = value::tools(shown, &mut None, literals);
-        let marked = match Alphabet::avoiding(Used::default()) {
+        let marked = match Alphabet::avoiding(UsedCharacters::default()) {
             Some(alphabet) => Marked::new(shown, alphabet, literals),
             None => Marked { value: plain.clone(), tags: Vec::new(), doubt: true },
         };
@@ -250,9 +251,9 @@ mod tests {
 
     fn ask(renders: &Renders, messages: &[&Json], made: &mut usize) -> Arc<str> {
         let kwargs = Map::new();
-        let asked =
-            Asked { messages, tools: None, add_generation_prompt: true, rules: Rules::default(), kwargs: &kwargs };
-        let rendered: Result<Rendered, Infallible> = renders.get(asked, || {
+        let render_key =
+            RenderKey { messages, tools: None, add_generation_prompt: true, rules: Rules::default(), kwargs: &kwargs };
+        let rendered: Result<Rendered, Infallible> = renders.get(render_key, || {
             *made += 1;
             Ok(Rendered { text: format!("{messages:?}").into(), ..Rendered::default() })
         });

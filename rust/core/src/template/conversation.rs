@@ -3,7 +3,7 @@
 //! All normalization of messages happens in this module.
 
 use super::cache::same;
-use super::marks::{Marker, Used};
+use super::marks::{Marker, UsedCharacters};
 use super::rendered::Field;
 use super::rewrite::UNMARKED;
 use super::server_message::Rules;
@@ -18,15 +18,15 @@ use serde_json::{Map, Value as Json};
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 #[derive(Debug)]
-struct Checked<'a> {
-    given: &'a Json,
+struct CheckedMessage<'a> {
+    original: &'a Json,
     map: &'a Map<String, Json>,
     /// Its content in the server's form, if that differs.
     content: Option<Json>,
     /// For each tool call, its arguments as parsed, if that differs from how they are written.
     parsed: Vec<Option<Json>>,
     has_null: bool,
-    used: Used,
+    used: UsedCharacters,
     /// Approximate number of bytes of its strings.
     bytes: usize,
 }
@@ -35,7 +35,7 @@ struct Checked<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Conversation<'a> {
     rules: Rules,
-    messages: Vec<Checked<'a>>,
+    messages: Vec<CheckedMessage<'a>>,
 }
 
 impl<'a> Conversation<'a> {
@@ -48,28 +48,28 @@ impl<'a> Conversation<'a> {
 
     /// Replaces the messages with `messages`, and returns how many leading messages stay.
     pub fn follow(&mut self, messages: &[&'a Json]) -> Result<usize> {
-        let is_same = |(checked, message): &(&Checked<'a>, &&'a Json)| {
-            std::ptr::eq(checked.given, **message) || same(checked.given, message)
+        let is_same = |(checked, message): &(&CheckedMessage<'a>, &&'a Json)| {
+            std::ptr::eq(checked.original, **message) || same(checked.original, message)
         };
         let common = self.messages.iter().zip(messages).take_while(is_same).count();
         self.messages.truncate(common);
-        for (index, &given) in messages.iter().enumerate().skip(common) {
-            let Json::Object(map) = given else {
+        for (index, &original) in messages.iter().enumerate().skip(common) {
+            let Json::Object(map) = original else {
                 return Err(Error::new(
                     Kind::Argument,
                     "TG-TEMPLATE-002",
                     format!("message {index} is not a JSON object"),
                 )
                 .why("A chat template reads role and content of each message")
-                .cure("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
+                .fix("Pass messages as a list of {\"role\": ..., \"content\": ...}"));
             };
             let content = self.rules.content(map, index);
             let parsed = parsed_arguments(map, self.rules);
-            let mut used = Used::default();
+            let mut used = UsedCharacters::default();
             map.values().chain(&content).chain(parsed.iter().flatten()).for_each(|value| note(&mut used, value));
             let has_null = self.rules.server.is_none() && map.values().any(Json::is_null);
             let bytes = map.values().chain(&content).map(size).sum();
-            self.messages.push(Checked { given, map, content, parsed, has_null, used, bytes });
+            self.messages.push(CheckedMessage { original, map, content, parsed, has_null, used, bytes });
         }
         Ok(common)
     }
@@ -91,7 +91,7 @@ impl<'a> Conversation<'a> {
     /// Returns the strings of reasoning and content, in order.
     pub fn leaves(&self) -> Vec<(u32, Field, &str)> {
         let mut leaves = Vec::new();
-        for (index, Checked { map, content, .. }) in self.messages.iter().enumerate() {
+        for (index, CheckedMessage { map, content, .. }) in self.messages.iter().enumerate() {
             for (key, field) in
                 REASONING.map(|name| (name, Field::Reasoning)).into_iter().chain([("content", Field::Content)])
             {
@@ -111,14 +111,14 @@ impl<'a> Conversation<'a> {
     }
 
     /// Returns the noncharacters of all strings.
-    pub fn used(&self) -> Used {
-        self.messages.iter().fold(Used::default(), |used, message| used.with(message.used))
+    pub fn used(&self) -> UsedCharacters {
+        self.messages.iter().fold(UsedCharacters::default(), |used, message| used.with(message.used))
     }
 
     /// Returns a message as a template value. `marks` are a marker and the selection of messages to mark.
     pub fn value(&self, index: usize, keep_null: bool, marks: Option<(&mut Marker<'_>, &Selection)>) -> Value {
         let checked = &self.messages[index];
-        let Checked { map, .. } = checked;
+        let CheckedMessage { map, .. } = checked;
         let role = value_of(map, "role").and_then(Json::as_str).unwrap_or("");
         let marker = marks.and_then(|(marker, selection)| {
             marker.inside = selection.inside(role);
@@ -133,7 +133,7 @@ impl<'a> Conversation<'a> {
     /// Returns a message with the keys that a server passes on.
     fn served_value(
         &self,
-        checked: &Checked<'_>,
+        checked: &CheckedMessage<'_>,
         keys: Vec<(&str, &Json)>,
         index: u32,
         mut marker: Option<&mut Marker<'_>>,
@@ -156,12 +156,12 @@ impl<'a> Conversation<'a> {
     /// Returns a message with its own keys.
     fn message_value(
         &self,
-        checked: &Checked<'_>,
+        checked: &CheckedMessage<'_>,
         keep_null: bool,
         index: u32,
         mut marker: Option<&mut Marker<'_>>,
     ) -> Value {
-        let Checked { map, content, parsed, .. } = checked;
+        let CheckedMessage { map, content, parsed, .. } = checked;
         let mut pairs: Vec<(&str, Value)> = Vec::with_capacity(map.len() + 3);
         let reasoning = REASONING.iter().find_map(|name| value_of(map, name).filter(|value| !value.is_null()));
         let reasoning = reasoning.map(|value| text_value(value, index, Field::Reasoning, &mut marker));
@@ -306,7 +306,7 @@ fn part_value(part: &Json, message: u32, field: Field, marker: &mut Marker<'_>) 
 fn argument_value(json: &Json, message: u32, marker: &mut Option<&mut Marker<'_>>) -> Value {
     let Some(active) = marker else { return plain(json) };
     match json {
-        number if json_number::text(number).is_some() => plain(number),
+        number if json_number::digits_of(number).is_some() => plain(number),
         Json::String(text) => Value::from(active.leaf(text, message, Field::ToolCall)),
         Json::Array(items) => {
             let items: Vec<Value> = items.iter().map(|item| argument_value(item, message, marker)).collect();

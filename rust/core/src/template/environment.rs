@@ -5,10 +5,10 @@
 
 use super::incremental::messages;
 use super::json::{Style, dumps, python_str};
-use super::limits::{self, Paid, Reads, Size, held};
+use super::limits::{self, ChargedEnvironment, Reads, Size, held};
 use super::preprocess::GENERATION_FILTER;
 use super::value::Tagged;
-use super::watch::{self, Tells};
+use super::watch::{self, DetectableMarks};
 use super::{filters, python_ops};
 use crate::error::{Error, Kind, Result};
 use jiff::Zoned;
@@ -55,7 +55,7 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
     env.set_recursion_limit(limits::RECURSION);
     env.set_formatter(write_value);
     env.set_unknown_method_callback(python_ops::call);
-    let mut paid = Paid(&mut env);
+    let mut paid = ChargedEnvironment(&mut env);
     filters::add(&mut paid);
     filters::add_tests(&mut paid);
     add_operators(&mut paid);
@@ -80,7 +80,7 @@ pub(super) fn compile(source: String, longest_text: usize) -> Result<Environment
 }
 
 /// Adds the filters that `rewrite` inserts. They count their own output.
-fn add_operators(paid: &mut Paid<'_>) {
+fn add_operators(paid: &mut ChargedEnvironment<'_>) {
     paid.direct("__add", Reads::Strings, |_, values| python_ops::add(values));
     paid.direct("__concat", Reads::Strings, |_, values| python_ops::concat(values));
     paid.filter("__multiply", Reads::Strings, python_ops::multiply);
@@ -114,14 +114,14 @@ pub(super) fn render(env: &Environment<'static>, context: Value, size: Size) -> 
 
 /// The text of a run, and the fuel and bytes it had left.
 #[derive(Debug)]
-pub(super) struct Written {
+pub(super) struct RecordedRun {
     pub text: messages::Text,
     pub fuel_left: u64,
     pub bytes_left: usize,
 }
 
 /// Renders like [`render`], for a run that `messages` records.
-pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Size) -> Result<Written> {
+pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Size) -> Result<RecordedRun> {
     let wider = limits::widened(env, size);
     let template = wider.as_ref().unwrap_or(env).get_template(NAME).map_err(|error| failure(&error))?;
     limits::start(size);
@@ -129,7 +129,7 @@ pub(super) fn render_noted(env: &Environment<'static>, context: Value, size: Siz
     let captured = template.render_captured_to(context, &mut text).map_err(|error| failure(&error))?;
     let fuel_left = captured.state().fuel_levels().map_or(u64::MAX, |(_, left)| left);
     drop(captured);
-    Ok(Written { text, fuel_left, bytes_left: limits::left_bytes() })
+    Ok(RecordedRun { text, fuel_left, bytes_left: limits::left_bytes() })
 }
 
 /// Converts an error of the engine to this crate's error.
@@ -138,7 +138,7 @@ pub(super) fn failure(error: &JinjaError) -> Error {
     if let Some(message) = raised(error) {
         return Error::new(Kind::Template, "TG-TEMPLATE-003", format!("the chat template raised \"{message}\"{place}"))
             .why("The template refuses this conversation, so there is no text to align with")
-            .cure("Change the messages as the template asks, or pass a template that takes them");
+            .fix("Change the messages as the template asks, or pass a template that takes them");
     }
     match error.kind() {
         ErrorKind::OutOfFuel => endless(&format!("the chat template does not end{place}")),
@@ -154,11 +154,11 @@ pub(super) fn failure(error: &JinjaError) -> Error {
             format!("the chat template does not compile: {}{place}", detail(error)),
         )
         .why("Only a template that transformers accepts is rendered")
-        .cure("Take the chat_template that came with the model"),
+        .fix("Take the chat_template that came with the model"),
         _ => {
             Error::new(Kind::Template, "TG-TEMPLATE-005", format!("the chat template failed: {}{place}", detail(error)))
                 .why("It does not expect messages like these")
-                .cure("Compare roles, content types and tool calls with what the template reads")
+                .fix("Compare roles, content types and tool calls with what the template reads")
         }
     }
 }
@@ -166,7 +166,7 @@ pub(super) fn failure(error: &JinjaError) -> Error {
 fn endless(what: &str) -> Error {
     Error::new(Kind::Template, "TG-TEMPLATE-006", what)
         .why("It took more steps, time or text than any conversation needs")
-        .cure("Correct the loop in the template")
+        .fix("Correct the loop in the template")
 }
 
 fn detail(error: &JinjaError) -> String {
@@ -224,7 +224,7 @@ fn tojson(values: &[Value]) -> Result<Value, JinjaError> {
         Style::from_arguments(positional, &kwargs)?
     };
     if style.ensure_ascii {
-        watch::look(std::slice::from_ref(value), Tells::All);
+        watch::look(std::slice::from_ref(value), DetectableMarks::All);
     }
     match tagged {
         Some(tagged) if style == Style::default() => tagged.json(),

@@ -4,8 +4,10 @@
 
 use super::incremental::messages::Messages;
 use super::json::python_str;
-use super::limits::{self, Paid, Reads, items as count_items, made, make_items, text_bytes, work};
-use super::python_ops::{self, add as plus, allow_format, joined, like, not_iterable, refused, replaced, strip, whole};
+use super::limits::{self, ChargedEnvironment, Reads, items as count_items, made, make_items, text_bytes, work};
+use super::python_ops::{
+    self, add as plus, allow_format, as_integer, joined, like, not_iterable, refused, replaced, strip,
+};
 use super::value::{Generator, big};
 use super::watch;
 use minijinja::formatting::FormatStyle;
@@ -13,7 +15,7 @@ use minijinja::value::{Kwargs, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State, filters, tests};
 use std::borrow::Cow;
 
-pub(super) fn add(paid: &mut Paid<'_>) {
+pub(super) fn add(paid: &mut ChargedEnvironment<'_>) {
     add_lazy(paid);
     add_counted(paid);
     for (name, inner) in [("int", Value::from_function(filters::int)), ("float", Value::from_function(filters::float))]
@@ -56,7 +58,7 @@ pub(super) fn add(paid: &mut Paid<'_>) {
 }
 
 /// Adds filters that return a generator in Python.
-fn add_lazy(paid: &mut Paid<'_>) {
+fn add_lazy(paid: &mut ChargedEnvironment<'_>) {
     for (name, reads, inner) in [
         ("map", Reads::Items, Value::from_function(filters::map)),
         ("select", Reads::Items, Value::from_function(filters::select)),
@@ -74,7 +76,7 @@ fn add_lazy(paid: &mut Paid<'_>) {
 }
 
 /// Adds filters whose result is counted and otherwise unchanged.
-fn add_counted(paid: &mut Paid<'_>) {
+fn add_counted(paid: &mut ChargedEnvironment<'_>) {
     for (name, reads, inner) in [
         ("upper", Reads::Texts, Value::from_function(filters::upper)),
         ("lower", Reads::Texts, Value::from_function(filters::lower)),
@@ -258,12 +260,12 @@ fn pprint(value: &Value) -> Result<String, Error> {
     Ok(filters::pprint(value))
 }
 
-pub(super) fn add_tests(paid: &mut Paid<'_>) {
+pub(super) fn add_tests(paid: &mut ChargedEnvironment<'_>) {
     add_kinds(paid);
     add_comparisons(paid);
-    paid.test("odd", Reads::Strings, |value: &Value| python_ops::leaves(value, &Value::from(2), 1));
-    paid.test("even", Reads::Strings, |value: &Value| python_ops::leaves(value, &Value::from(2), 0));
-    paid.test("divisibleby", Reads::Strings, |value: &Value, by: &Value| python_ops::leaves(value, by, 0));
+    paid.test("odd", Reads::Strings, |value: &Value| python_ops::has_remainder(value, &Value::from(2), 1));
+    paid.test("even", Reads::Strings, |value: &Value| python_ops::has_remainder(value, &Value::from(2), 0));
+    paid.test("divisibleby", Reads::Strings, |value: &Value, by: &Value| python_ops::has_remainder(value, by, 0));
     paid.test("iterable", Reads::Strings, iterable);
     paid.test("lower", Reads::Texts, tests::is_lower);
     paid.test("upper", Reads::Texts, tests::is_upper);
@@ -271,7 +273,7 @@ pub(super) fn add_tests(paid: &mut Paid<'_>) {
     paid.test("test", Reads::Strings, tests::is_test);
 }
 
-fn add_kinds(paid: &mut Paid<'_>) {
+fn add_kinds(paid: &mut ChargedEnvironment<'_>) {
     paid.kind("undefined", tests::is_undefined);
     paid.kind("defined", tests::is_defined);
     paid.kind("none", tests::is_none);
@@ -301,7 +303,7 @@ fn iterable(value: &Value) -> Result<bool, Error> {
     Ok(!value.is_none() && value.try_iter().is_ok())
 }
 
-fn add_comparisons(paid: &mut Paid<'_>) {
+fn add_comparisons(paid: &mut ChargedEnvironment<'_>) {
     paid.test("in", Reads::Strings, |value: &Value, container: &Value| python_ops::contains(value, container));
     paid.test("sameas", Reads::All, tests::is_sameas);
     for name in ["==", "eq", "equalto"] {
@@ -328,7 +330,7 @@ pub(super) fn slice((value, start, stop, step): (&Value, &Value, &Value, &Value)
         if value.is_none() {
             return Ok(None);
         }
-        whole(value).map(Some).ok_or_else(|| refused("a slice", value, value))
+        as_integer(value).map(Some).ok_or_else(|| refused("a slice", value, value))
     };
     let (start, stop, step) = (bound(start)?, bound(stop)?, bound(step)?.unwrap_or(1));
     if step == 0 {

@@ -134,7 +134,7 @@ impl Budget {
 
     #[inline]
     fn spend(&self, bytes: usize) -> Result<(), Error> {
-        cancel::before(bytes);
+        cancel::check_before_bytes(bytes);
         let left = self.bytes.get().checked_sub(bytes).ok_or_else(|| Error::from(ErrorKind::WriteFailure))?;
         self.bytes.set(left);
         self.work(4 + bytes / 64)
@@ -322,9 +322,9 @@ impl<'a> ArgType<'a> for Arguments<'_> {
 }
 
 /// The callables of a template. Every filter, test and function of an environment is added here and charged.
-pub(super) struct Paid<'a>(pub &'a mut Environment<'static>);
+pub(super) struct ChargedEnvironment<'a>(pub &'a mut Environment<'static>);
 
-impl Paid<'_> {
+impl ChargedEnvironment<'_> {
     pub fn filter<F, Rv, Args>(&mut self, name: &'static str, reads: Reads, filter: F)
     where
         F: Function<Rv, Args>,

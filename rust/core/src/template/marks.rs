@@ -29,7 +29,7 @@ pub(super) struct Alphabet {
 
 impl Alphabet {
     /// Returns the first twelve that are not `used`, or `None` if the input uses too many.
-    pub fn avoiding(used: Used) -> Option<Self> {
+    pub fn avoiding(used: UsedCharacters) -> Option<Self> {
         let mut free = (0..POOL).filter(|&n| used.0 & (1 << n) == 0).filter_map(|n| char::from_u32(FIRST + n as u32));
         let mut next = || free.next();
         let alphabet = Self {
@@ -75,12 +75,12 @@ impl Alphabet {
 
 /// The noncharacters that occur in the input.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Used(u32);
+pub(super) struct UsedCharacters(u32);
 
-impl Used {
+impl UsedCharacters {
     /// Adds the noncharacters of `text`.
     pub fn note(&mut self, text: &str) {
-        cancel::before(text.len());
+        cancel::check_before_bytes(text.len());
         for at in FINDER.find_iter(text.as_bytes()) {
             if let Some(last @ THIRD..=0xAF) = text.as_bytes().get(at + 2) {
                 self.0 |= 1 << (last - THIRD);
@@ -126,10 +126,10 @@ pub(super) struct Tag {
 
 /// Facts about the strings marked so far.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Noted {
+pub(super) struct MarkStats {
     /// Number of strings.
     pub leaves: usize,
-    /// True if any segment begins or ends with whitespace.
+    /// True if any segment starts or ends with whitespace.
     pub edges: bool,
     /// True if a marked string is the value of a key of [`UNMARKED`](super::rewrite::UNMARKED).
     pub doubt: bool,
@@ -140,7 +140,7 @@ pub(super) struct Noted {
 pub(super) struct Marker<'t> {
     pub alphabet: Alphabet,
     pub tags: Vec<Tag>,
-    pub noted: Noted,
+    pub noted: MarkStats,
     /// Strings that the template may test for or split at. Marks are never inside them.
     seams: Option<&'t Seams>,
     /// True if marks of this message are inside the whitespace at the edges of a string.
@@ -152,7 +152,7 @@ pub(super) struct Marker<'t> {
 impl<'t> Marker<'t> {
     /// Creates a marker that continues after `tags`.
     pub fn new(alphabet: Alphabet, seams: Option<&'t Seams>, tags: Vec<Tag>) -> Self {
-        Self { alphabet, tags, noted: Noted::default(), seams, inside: true, passed: 0 }
+        Self { alphabet, tags, noted: MarkStats::default(), seams, inside: true, passed: 0 }
     }
 
     /// Returns the marks of a container that belongs to `message`.
@@ -178,7 +178,7 @@ impl<'t> Marker<'t> {
 
     /// Returns the string with every segment between seams enclosed.
     pub fn leaf(&mut self, text: &str, message: u32, field: Field) -> String {
-        cancel::before(text.len());
+        cancel::check_before_bytes(text.len());
         let leaf = Leaf { number: self.noted.leaves, text: text.into() };
         self.noted.leaves += 1;
         let mut out = String::with_capacity(text.len() + 32);
@@ -279,7 +279,7 @@ pub(super) struct Stripped {
 impl Stripped {
     /// Updates this to `marked` without its marks. The first `kept` bytes of `marked` are unchanged from the previous
     /// text. Returns false if there are more than `max_events` marks.
-    pub fn go_on(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, max_events: usize) -> bool {
+    pub fn update(&mut self, marked: &str, kept: usize, alphabet: &Alphabet, max_events: usize) -> bool {
         let events = self.ends.partition_point(|&end| end <= kept);
         self.ends.truncate(events);
         self.events.truncate(events);
@@ -287,7 +287,7 @@ impl Stripped {
         let last = self.ends.last().zip(self.events.last());
         self.text.truncate(last.map_or(kept, |(end, (at, _))| at + (kept - end)));
         let tail = &marked[kept..];
-        cancel::before(tail.len());
+        cancel::check_before_bytes(tail.len());
         self.text.reserve(tail.len());
         let mut from = 0;
         while let Some(offset) = FINDER.find(&tail.as_bytes()[from..]) {
@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn marks_come_out_as_they_went_in_whatever_noncharacters_the_text_holds() {
-        let mut used = Used::default();
+        let mut used = UsedCharacters::default();
         let text = " a\u{fdd0}b\u{fdd3} <x> c ";
         used.note(text);
         let alphabet = Alphabet::avoiding(used).unwrap();
@@ -352,18 +352,18 @@ mod tests {
         for kept in (0..marked.len()).filter(|&at| marked.is_char_boundary(at)) {
             let mut stripped = Stripped::default();
             let prefix = format!("{}<x>", &marked[..kept]);
-            assert!(stripped.go_on(&prefix, 0, &alphabet, 9));
+            assert!(stripped.update(&prefix, 0, &alphabet, 9));
             let at_mark_boundary = stripped.ends.last().is_none_or(|end| kept >= *end)
                 && !marked[kept..].starts_with(&alphabet.digits[..]);
-            assert!(stripped.go_on(&marked, if at_mark_boundary { kept } else { 0 }, &alphabet, 4));
+            assert!(stripped.update(&marked, if at_mark_boundary { kept } else { 0 }, &alphabet, 4));
             assert_eq!((&*stripped.text, &*stripped.events), (text, &expected[..]), "{kept}");
-            assert!(!Stripped::default().go_on(&marked, 0, &alphabet, 3));
+            assert!(!Stripped::default().update(&marked, 0, &alphabet, 3));
         }
     }
 
     #[test]
     fn an_input_with_every_noncharacter_leaves_no_alphabet() {
-        let mut used = Used::default();
+        let mut used = UsedCharacters::default();
         let text: String = (0..32).filter_map(|n| char::from_u32(FIRST + n)).collect();
         used.note(&text);
         assert_eq!(Alphabet::avoiding(used), None);

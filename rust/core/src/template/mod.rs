@@ -30,17 +30,17 @@ mod watch;
 pub use incremental::session::Session;
 pub use rendered::{Field, NO_MESSAGE, Rendered, Span};
 
-use crate::caught;
+use crate::catch_panic;
 use crate::error::{Error, Kind, Result};
 use crate::server::Server;
-use cache::{Asked, Renders, ToolSets, Tools};
+use cache::{RenderKey, Renders, ToolSets, Tools};
 use content_format::WantsParts;
 use conversation::Conversation;
 use environment::{CLOCK, Clock, ClockValue, GENERATION_MARKS};
 use incremental::analyze::Resumable;
 use incremental::session::{Slot, Slots};
 use limits::Size;
-use marks::{Alphabet, Seams, Used};
+use marks::{Alphabet, Seams, UsedCharacters};
 use minijinja::Environment;
 use minijinja::value::Value;
 use serde_json::{Map, Value as Json};
@@ -79,7 +79,7 @@ pub struct Template {
     literals: Vec<String>,
     /// The literals at which a string may be split.
     seams: Option<Seams>,
-    used: Used,
+    used: UsedCharacters,
     schemas: ToolSets,
     renders: Renders,
     /// True if the template tests for none: it is written for messages whose null keys are kept.
@@ -98,13 +98,13 @@ pub struct Template {
 
 /// Options with which a request renders its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Ask {
+pub struct RenderRequest {
     /// The server that renders.
     pub server: Server,
     /// True if the header of the answer is written after the messages.
-    pub prompt: bool,
+    pub add_generation_prompt: bool,
     /// True if the last message is the beginning of the answer.
-    pub continues: bool,
+    pub continue_final_message: bool,
     /// True if reasoning is passed under `thinking` too: for models whose prompts servers write without their
     /// template.
     pub thinking: bool,
@@ -129,12 +129,12 @@ impl Template {
     pub fn compile(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
         // The parser is recursive, and the caller's thread may have a small stack.
         thread::scope(|scope| {
-            let compiled = || caught(Kind::Template, WHAT, || Self::compile_here(source, special_tokens));
+            let compiled = || catch_panic(Kind::Template, WHAT, || Self::compile_here(source, special_tokens));
             let thread = thread::Builder::new().stack_size(STACK_BYTES).spawn_scoped(scope, compiled);
             let thread = thread.map_err(|error| {
                 Error::new(Kind::Io, "TG-TEMPLATE-007", format!("no thread can be started to compile {WHAT}: {error}"))
                     .why("A template is read on a stack of its own")
-                    .cure("Raise the limits on threads and memory of this process")
+                    .fix("Raise the limits on threads and memory of this process")
             })?;
             thread.join().unwrap_or_else(|_| {
                 Err(Error::new(Kind::Template, "TG-TEMPLATE-008", format!("{WHAT} cannot be compiled")))
@@ -144,7 +144,8 @@ impl Template {
 
     fn compile_here(source: &str, special_tokens: &[(String, String)]) -> Result<Self> {
         let scanned = preprocess::scan(source)?;
-        let used = special_tokens.iter().fold(Used::default().and(source), |used, (_, token)| used.and(token));
+        let used =
+            special_tokens.iter().fold(UsedCharacters::default().and(source), |used, (_, token)| used.and(token));
         let words: Vec<&String> = scanned.literals.iter().filter(|literal| is_seam(literal)).take(SEAMS + 1).collect();
         let seams = (words.len() <= SEAMS).then(|| Seams::new(&words)).flatten();
         let env = environment::compile(scanned.source, scanned.longest_text)?;
@@ -203,7 +204,7 @@ impl Template {
         (add_generation_prompt, rules): (bool, Rules),
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
-        caught(Kind::Template, WHAT, || {
+        catch_panic(Kind::Template, WHAT, || {
             let tools = self.tools(tools, rules.server)?;
             let number = tools.as_ref().map(|tools| tools.number);
             let render = || {
@@ -214,7 +215,7 @@ impl Template {
             if self.is_dated(kwargs) {
                 return render();
             }
-            self.renders.get(Asked { messages, tools: number, add_generation_prompt, rules, kwargs }, render)
+            self.renders.get(RenderKey { messages, tools: number, add_generation_prompt, rules, kwargs }, render)
         })
     }
 
@@ -248,10 +249,10 @@ impl Template {
         if self.resumable.is_none() || self.is_dated(kwargs) {
             return self.render_by(messages, tools, (add_generation_prompt, rules), kwargs);
         }
-        let rendered = caught(Kind::Template, WHAT, || {
+        let rendered = catch_panic(Kind::Template, WHAT, || {
             let tools = self.tools(tools, rules.server)?;
             let number = tools.as_ref().map(|tools| tools.number);
-            let asked = Asked { messages: &[], tools: number, add_generation_prompt, rules, kwargs };
+            let asked = RenderKey { messages: &[], tools: number, add_generation_prompt, rules, kwargs };
             let kept_messages = session.follow((self.number, rules), asked.key(), messages)?;
             if let Some(last) = &session.last {
                 return Ok(last.clone());
@@ -262,8 +263,11 @@ impl Template {
                 self.with_provenance(&mut call, &mut session.slots)
             };
             // Other conversations may have the same first prompt.
-            let rendered =
-                if kept_messages > 1 { render()? } else { self.renders.get(Asked { messages, ..asked }, render)? };
+            let rendered = if kept_messages > 1 {
+                render()?
+            } else {
+                self.renders.get(RenderKey { messages, ..asked }, render)?
+            };
             session.last = Some(rendered.clone());
             Ok(rendered)
         });
@@ -282,7 +286,7 @@ impl Template {
         add_generation_prompt: bool,
         kwargs: &Map<String, Json>,
     ) -> Result<String> {
-        caught(Kind::Template, WHAT, || {
+        catch_panic(Kind::Template, WHAT, || {
             let conversation = Conversation::new(messages, Rules::default())?;
             let mut call = self.call(&conversation, self.tools(tools, None)?, add_generation_prompt, kwargs)?;
             self.plain(&mut call, &mut Slots::default()).map(|text| text.to_string())
@@ -341,7 +345,7 @@ impl Template {
                         format!("template variable '{name}' is given twice"),
                     )
                     .why("It is an argument of its own")
-                    .cure(format!("Take '{name}' out of the template's keyword arguments")));
+                    .fix(format!("Take '{name}' out of the template's keyword arguments")));
                 }
                 "strftime_now" => clock = Some(pinned_clock(value)?),
                 _ => context.push((name.clone(), value::plain(value))),
@@ -390,6 +394,6 @@ fn pinned_clock(value: &Json) -> Result<Clock> {
     value.as_str().and_then(Clock::pinned).ok_or_else(|| {
         Error::new(Kind::Argument, "TG-TEMPLATE-010", format!("strftime_now is {value}, not a date"))
             .why("It pins the time that the template prints")
-            .cure("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
+            .fix("Pass a date in ISO form, such as 2025-03-07 or 2025-03-07T14:05:00")
     })
 }

@@ -14,7 +14,7 @@ use super::rewrite::{expression, statement};
 use crate::error::{Error, Kind, Result};
 
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Scanned {
+pub(super) struct ScanResult {
     /// The source, in which every generation block is a filter block with its own scope, operators are filters, and
     /// long texts are printed strings, which are counted.
     pub source: String,
@@ -33,11 +33,11 @@ pub(super) struct Scanned {
 pub(super) const GENERATION_FILTER: &str = "__generation";
 /// Rewrites tags and collects string literals. Tags that never close are passed on, so that the compiler reports them.
 /// Source that is beyond the bounds or not Jinja is rejected here, before the engine sees it.
-pub(super) fn scan(source: &str) -> Result<Scanned> {
+pub(super) fn scan(source: &str) -> Result<ScanResult> {
     if let Some(why) = length(source) {
         return Err(beyond(&why, None));
     }
-    let mut out = Scanned { source: String::with_capacity(source.len() + 64), ..Scanned::default() };
+    let mut out = ScanResult { source: String::with_capacity(source.len() + 64), ..ScanResult::default() };
     let mut bounds = Bounds::default();
     let mut tags: Vec<Tag> = Vec::new();
     let mut remaining = source;
@@ -96,7 +96,7 @@ fn beyond(why: &str, line: Option<usize>) -> Error {
     let place = line.map_or(String::new(), |line| format!(" (line {line})"));
     Error::new(Kind::Template, "TG-TEMPLATE-011", format!("the chat template does not compile: {why}{place}"))
         .why("A template is a program of its author's, and what it may cost is bounded before it is run")
-        .cure("Take the chat_template that came with the model, or write it with less nesting")
+        .fix("Take the chat_template that came with the model, or write it with less nesting")
 }
 
 /// Returns the error for a tag that transformers rejects.
@@ -108,10 +108,10 @@ fn unread(tag: &str, line: usize) -> Error {
         format!("the chat template does not compile: syntax error: '{shown}' (line {line})"),
     )
     .why("Only a template that transformers accepts is rendered")
-    .cure("Take the chat_template that came with the model")
+    .fix("Take the chat_template that came with the model")
 }
 
-impl Scanned {
+impl ScanResult {
     /// Appends text outside tags. The inside of a long text becomes a printed string; its edges, which tags may trim,
     /// stay text.
     fn text(&mut self, text: &str) {
@@ -362,7 +362,7 @@ fn chain(inside: &str) -> Option<String> {
 mod tests {
     use super::*;
 
-    fn scanned(source: &str) -> Scanned {
+    fn scanned(source: &str) -> ScanResult {
         scan(source).unwrap()
     }
 

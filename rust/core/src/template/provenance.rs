@@ -7,9 +7,9 @@
 use super::cache::Marked;
 use super::conversation::Selection;
 use super::environment::{self, failure};
-use super::incremental::session::{Earlier, Slots};
+use super::incremental::session::{LastRun, Slots};
 use super::limits::{in_time, work};
-use super::marks::{Alphabet, Event, Leaf, Marker, Tag, Used, trimmed};
+use super::marks::{Alphabet, Event, Leaf, Marker, Tag, UsedCharacters, trimmed};
 use super::rendered::{Field, NO_MESSAGE, Rendered, Span};
 use super::{Call, Template, watch};
 use crate::error::Result;
@@ -26,7 +26,7 @@ const EACH: usize = 4;
 
 /// Spans read from one accepted render.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub(super) struct MarkedSpans {
     pub spans: Vec<Span>,
     pub generation: Vec<(usize, usize)>,
     /// True if every opening mark has a closing one.
@@ -46,8 +46,8 @@ struct Piece {
 ///
 /// # Errors
 /// Fails if the time of the call is over.
-pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Result<Found, Error> {
-    let mut found = Found { balanced: true, ..Found::default() };
+pub(super) fn read(text: &str, events: &[(usize, Event)], tags: &[Tag]) -> Result<MarkedSpans, Error> {
+    let mut found = MarkedSpans { balanced: true, ..MarkedSpans::default() };
     let mut pieces = Vec::new();
     let mut open: Vec<(usize, usize)> = Vec::new();
     let mut generations = Vec::new();
@@ -238,9 +238,9 @@ struct Marking {
 
 /// The result of a marked render.
 #[derive(Default)]
-struct Tried {
+struct MarkedRender {
     /// Its text without marks, and the spans read from the marks; `None` if it failed or has too many marks.
-    read: Option<(Arc<str>, Found)>,
+    read: Option<(Arc<str>, MarkedSpans)>,
     /// True if the run may have distinguished a marked string from a plain one.
     noticed: bool,
     /// True if for some string it matters whether marks are inside or outside whitespace.
@@ -256,7 +256,7 @@ impl Template {
         let to_error = |error: Error| failure(&error);
         let Some(marking) = self.marking(call) else {
             let text = self.plain(call, slots)?;
-            return self.searched(call, text, Found::default()).map_err(to_error);
+            return self.searched(call, text, MarkedSpans::default()).map_err(to_error);
         };
         let first = self.all_marked(call, &marking, slots, Selection::Outside).map_err(to_error)?;
         #[cfg(any(debug_assertions, fuzzing))]
@@ -276,7 +276,7 @@ impl Template {
     /// Returns the marks of a call's strings, or `None` if the input leaves no characters for them.
     fn marking(&self, call: &Call<'_, '_>) -> Option<Marking> {
         let strings = call.context.iter().filter_map(|(_, value)| value.as_str());
-        let mut used = strings.fold(self.used, Used::and).with(call.conversation.used());
+        let mut used = strings.fold(self.used, UsedCharacters::and).with(call.conversation.used());
         used = call.tools.as_ref().map_or(used, |tools| used.with(tools.used));
         let alphabet = Alphabet::avoiding(used)?;
         // Cached schemas have the marks of an input without noncharacters.
@@ -297,14 +297,14 @@ impl Template {
         marking: &Marking,
         slots: &mut Slots,
         text: Arc<str>,
-        first: Tried,
+        first: MarkedRender,
     ) -> Result<Rendered, Error> {
         // A call that failed without its null keys is marked again with them.
         let mut first = Some(first).filter(|_| call.keep_null == marking.keep_null);
         for selection in [Selection::Outside, Selection::AssistantInside, Selection::Inside] {
             let tried = first.take().map_or_else(|| self.all_marked(call, marking, slots, selection), Ok)?;
             match tried.read.filter(|(plain, _)| Arc::ptr_eq(plain, &text) || *plain == text) {
-                Some((_, Found { spans, generation, balanced: true })) => {
+                Some((_, MarkedSpans { spans, generation, balanced: true })) => {
                     return Ok(Rendered { text, spans, generation, exact_provenance: true });
                 }
                 Some((_, found)) => return self.searched(call, text, found),
@@ -323,14 +323,14 @@ impl Template {
         marking: &Marking,
         slots: &mut Slots,
         selection: Selection,
-    ) -> Result<Tried, Error> {
-        let Some(slot) = slots.marked(selection) else { return Ok(Tried::default()) };
+    ) -> Result<MarkedRender, Error> {
+        let Some(slot) = slots.marked(selection) else { return Ok(MarkedRender::default()) };
         let tags = marking.schemas.as_ref().map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let messages = (call.conversation, call.keep_null);
         let marked = slot.marked(messages, (&marking.alphabet, tags), self.seams.as_ref(), selection);
         work(marked.passed / PASSED_PER_UNIT)?;
         let tools = marking.schemas.as_ref().map(|schemas| schemas.value.clone());
-        let mut tried = Tried { edges: marked.noted.edges, ..Tried::default() };
+        let mut tried = MarkedRender { edges: marked.noted.edges, ..MarkedRender::default() };
         tried.noticed = marked.noted.doubt || marking.schemas.as_ref().is_some_and(|schemas| schemas.doubt);
         let tags = std::mem::take(&mut slot.tags);
         match self.run_on(call, slot, marked.values, tools, Some(&marking.alphabet)) {
@@ -353,7 +353,7 @@ impl Template {
         marking: &Marking,
         text: &str,
         selection: Selection,
-    ) -> Result<Option<Found>, Error> {
+    ) -> Result<Option<MarkedSpans>, Error> {
         let schemas = marking.schemas.as_ref().filter(|_| !matches!(selection, Selection::Only(_)));
         let tags = schemas.map_or_else(Vec::new, |schemas| schemas.tags.clone());
         let mut marker = Marker::new(marking.alphabet.clone(), self.seams.as_ref(), tags);
@@ -366,16 +366,16 @@ impl Template {
         let Ok(text_with_marks) = environment::render(&self.env, context, call.size) else {
             return in_time().map(|()| None);
         };
-        let mut run = Earlier { text: text_with_marks, ..Earlier::default() };
+        let mut run = LastRun { text: text_with_marks, ..LastRun::default() };
         let found = read_run(&mut run, &marking.alphabet, &marker.tags)?;
         Ok(found.filter(|(plain, _)| **plain == *text).map(|(_, found)| found))
     }
 
     /// Marks only the schemas, and then one message at a time, for templates that some mark disturbs.
-    fn one_by_one(&self, call: &Call<'_, '_>, marking: &Marking, text: &str) -> Result<Found, Error> {
+    fn one_by_one(&self, call: &Call<'_, '_>, marking: &Marking, text: &str) -> Result<MarkedSpans, Error> {
         let count = call.conversation.len();
         let single = (count <= SINGLE_TRIES).then_some(0..count).into_iter().flatten().map(Selection::Only);
-        let mut result = Found::default();
+        let mut result = MarkedSpans::default();
         for selection in std::iter::once(Selection::Schemas).chain(single) {
             if result.spans.len() > MARKS {
                 break;
@@ -390,7 +390,7 @@ impl Template {
     }
 
     /// Completes `found` by searching for every string of a message that has no span.
-    fn searched(&self, call: &Call<'_, '_>, text: Arc<str>, mut found: Found) -> Result<Rendered, Error> {
+    fn searched(&self, call: &Call<'_, '_>, text: Arc<str>, mut found: MarkedSpans) -> Result<Rendered, Error> {
         let located: HashSet<_> = found.spans.iter().map(|span| (span.message, span.field)).collect();
         let mut missing = call.conversation.leaves();
         missing.retain(|(message, field, _)| !located.contains(&(*message, *field)));
@@ -403,10 +403,10 @@ impl Template {
 
 /// Returns the text of a marked render without its marks, and the spans of these. Returns `None` if there are too many
 /// marks.
-fn read_run(run: &mut Earlier, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(Arc<str>, Found)>, Error> {
+fn read_run(run: &mut LastRun, alphabet: &Alphabet, tags: &[Tag]) -> Result<Option<(Arc<str>, MarkedSpans)>, Error> {
     work(run.text.len() / PASSED_PER_UNIT)?;
     let max_marks = tags.len().saturating_mul(8).saturating_add(MARKS);
-    if !run.stripped.go_on(&run.text, run.kept, alphabet, max_marks) {
+    if !run.stripped.update(&run.text, run.kept, alphabet, max_marks) {
         return Ok(None);
     }
     let found = read(&run.stripped.text, &run.stripped.events, tags)?;

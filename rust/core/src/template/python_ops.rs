@@ -9,7 +9,7 @@ use super::json::{float_of, python_repr, python_str};
 use super::limits::{self, Reads, charge, charge_method, compared, hashed, held, text_bytes, walk, work};
 use super::marks::is_space;
 use super::value::{Big, big};
-use super::watch::{self, Tells};
+use super::watch::{self, DetectableMarks};
 use minijinja::formatting::{FormatStyle, format};
 use minijinja::value::{DynObject, Tuple, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
@@ -63,7 +63,7 @@ fn plus(left: &Value, right: &Value) -> Result<Value, Error> {
         let items: Vec<Value> = left.try_iter()?.chain(right.try_iter()?).collect();
         return Ok(like(left, items));
     }
-    match (whole(left), whole(right)) {
+    match (as_integer(left), as_integer(right)) {
         (Some(a), Some(b)) => a.checked_add(b).map(Value::from).ok_or_else(|| refused("+", left, right)),
         _ => floats("+", left, right).map(|(a, b)| Value::from(a + b)),
     }
@@ -106,13 +106,13 @@ pub(super) fn like(model: &Value, items: Vec<Value>) -> Value {
 }
 
 /// Returns the value of an integer or a boolean.
-pub(super) fn whole(value: &Value) -> Option<i128> {
+pub(super) fn as_integer(value: &Value) -> Option<i128> {
     let integer = matches!(value.kind(), ValueKind::Number | ValueKind::Bool) && float_of(value).is_none();
     integer.then(|| i128::try_from(value.clone()).ok()).flatten()
 }
 
 pub(super) fn floats(operator: &str, left: &Value, right: &Value) -> Result<(f64, f64), Error> {
-    let float = |value: &Value| float_of(value).or_else(|| whole(value).map(|integer| integer as f64));
+    let float = |value: &Value| float_of(value).or_else(|| as_integer(value).map(|integer| integer as f64));
     float(left).zip(float(right)).ok_or_else(|| refused(operator, left, right))
 }
 
@@ -140,11 +140,12 @@ pub(super) fn texts_of(values: &[Value]) -> Result<Vec<Cow<'_, str>>, Error> {
 /// Implements `a * b`.
 pub(super) fn multiply(left: &Value, right: &Value) -> Result<Value, Error> {
     let repeatable = |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq);
-    let repeated = if repeatable(left) { whole(right).map(|n| (left, n)) } else { whole(left).map(|n| (right, n)) };
+    let repeated =
+        if repeatable(left) { as_integer(right).map(|n| (left, n)) } else { as_integer(left).map(|n| (right, n)) };
     if let Some((value, count)) = repeated.filter(|(value, _)| repeatable(value)) {
         return repeat(value, usize::try_from(count.max(0)).unwrap_or(usize::MAX));
     }
-    match (whole(left), whole(right)) {
+    match (as_integer(left), as_integer(right)) {
         (Some(a), Some(b)) => a.checked_mul(b).map(Value::from).ok_or_else(|| refused("*", left, right)),
         _ => floats("*", left, right).map(|(a, b)| Value::from(a * b)),
     }
@@ -168,7 +169,7 @@ pub(super) fn modulo(left: &Value, right: &Value) -> Result<Value, Error> {
         return formatted(left, pattern, right);
     }
     let error = || refused("%", left, right);
-    match (whole(left), whole(right)) {
+    match (as_integer(left), as_integer(right)) {
         (Some(_), Some(0)) => Err(error()),
         (Some(a), Some(b)) => {
             let remainder = a.checked_rem(b).ok_or_else(error)?;
@@ -266,7 +267,7 @@ pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value
         fields += 1;
     }
     for (argument, text) in arguments.iter().zip(texts_of(arguments)?) {
-        let width = whole(argument).filter(|_| starred).map_or(0, i128::unsigned_abs);
+        let width = as_integer(argument).filter(|_| starred).map_or(0, i128::unsigned_abs);
         let text = text.len().saturating_add(usize::try_from(width).unwrap_or(usize::MAX));
         bytes = bytes.saturating_add(text.saturating_mul(fields));
     }
@@ -274,8 +275,8 @@ pub(super) fn allow_format(style: FormatStyle, pattern: &str, arguments: &[Value
 }
 
 /// Returns true if `value % by` is `remainder`. The tests odd, even and divisibleby use it.
-pub(super) fn leaves(value: &Value, by: &Value, remainder: i128) -> Result<bool, Error> {
-    Ok(whole(&modulo(value, by)?) == Some(remainder))
+pub(super) fn has_remainder(value: &Value, by: &Value, remainder: i128) -> Result<bool, Error> {
+    Ok(as_integer(&modulo(value, by)?) == Some(remainder))
 }
 
 /// Returns the value to iterate over in a loop. Python does not iterate over none.
@@ -341,7 +342,7 @@ pub(super) fn contains(item: &Value, container: &Value) -> Result<bool, Error> {
         }
         ValueKind::Map => {
             hashed(item)?;
-            watch::look(std::slice::from_ref(item), Tells::All);
+            watch::look(std::slice::from_ref(item), DetectableMarks::All);
             Ok(container.as_object().and_then(|object: &DynObject| object.get_value(item)).is_some())
         }
         ValueKind::Seq | ValueKind::Iterable => {
@@ -366,7 +367,7 @@ pub(super) fn equal(left: &Value, right: &Value) -> Result<bool, Error> {
     compared(left)?;
     compared(right)?;
     if left.as_object().is_some() && right.as_object().is_some() {
-        watch::look(&[left.clone(), right.clone()], Tells::All);
+        watch::look(&[left.clone(), right.clone()], DetectableMarks::All);
     }
     Ok(left == right)
 }
@@ -413,7 +414,7 @@ fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>
     if let Some(order) = order_of_big(left, right) {
         return Ok(order);
     }
-    match (whole(left), whole(right)) {
+    match (as_integer(left), as_integer(right)) {
         (Some(a), Some(b)) => Ok(Some(a.cmp(&b))),
         _ => floats(operator, left, right).map(|(a, b)| a.partial_cmp(&b)),
     }
@@ -423,7 +424,7 @@ fn order(operator: &str, left: &Value, right: &Value) -> Result<Option<Ordering>
 /// is not a number.
 #[expect(clippy::option_option, reason = "NaN has no order, and other numbers have one that is found elsewhere")]
 fn order_of_big(left: &Value, right: &Value) -> Option<Option<Ordering>> {
-    let compare = |big: &Big, other: &Value| match (whole(other), float_of(other)) {
+    let compare = |big: &Big, other: &Value| match (as_integer(other), float_of(other)) {
         (Some(_), _) => Some(Some(if big.is_negative() { Ordering::Less } else { Ordering::Greater })),
         (None, Some(float)) => Some(big.float().partial_cmp(&float)),
         (None, None) => None,
@@ -450,9 +451,9 @@ pub(super) fn call(state: &mut State, value: &Value, method: &str, args: &[Value
 fn look(state: &mut State, value: &Value, method: &str, args: &[Value], result: &Value) -> Result<(), Error> {
     if value.kind() != ValueKind::String {
         let keeps_values = matches!(method, "get" | "items" | "keys" | "values");
-        watch::look(args, if keeps_values { Tells::Strings } else { Tells::All });
+        watch::look(args, if keeps_values { DetectableMarks::Strings } else { DetectableMarks::All });
         if !keeps_values {
-            watch::look(std::slice::from_ref(value), Tells::All);
+            watch::look(std::slice::from_ref(value), DetectableMarks::All);
         }
         return Ok(());
     }
@@ -497,7 +498,7 @@ pub(super) fn of_loop(state: &mut State, args: &[Value]) -> Result<Value, Error>
     }
     args.iter().try_for_each(|argument| held(argument).and_then(|()| compared(argument)))?;
     if method == "changed" {
-        watch::look(args, Tells::All);
+        watch::look(args, DetectableMarks::All);
     }
     value.call_method(state, method, args)
 }

@@ -65,7 +65,7 @@ const BILLING: &str = "x-anthropic-billing-header";
 
 /// The keys of a message that some server passes on. A null value counts as missing.
 #[derive(Default)]
-struct Said<'m> {
+struct MessageFields<'m> {
     role: Option<&'m Json>,
     content: Option<&'m Json>,
     tool_calls: Option<&'m Json>,
@@ -78,7 +78,7 @@ struct Said<'m> {
     tools: Option<&'m Json>,
 }
 
-impl<'m> Said<'m> {
+impl<'m> MessageFields<'m> {
     fn of(map: &'m Map<String, Json>) -> Self {
         let mut fields = Self::default();
         for (key, value) in map.iter().filter(|(_, value)| !value.is_null()) {
@@ -212,7 +212,7 @@ impl Rules {
     /// `None` if they stay unchanged.
     pub fn keys<'m>(self, map: &'m Map<String, Json>) -> Option<Vec<(&'static str, &'m Json)>> {
         let server = self.server.filter(|server| *server != Server::OpenAi)?;
-        let fields = Said::of(map);
+        let fields = MessageFields::of(map);
         let role = fields.role.and_then(Json::as_str).unwrap_or_default();
         let mut keys: Vec<(&str, &Json)> = Vec::with_capacity(6);
         keys.push(("role", fields.role.unwrap_or(&Json::Null)));

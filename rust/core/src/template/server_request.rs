@@ -6,7 +6,7 @@
 use super::incremental::session::Session;
 use super::rendered::{NO_MESSAGE, Rendered};
 use super::server_message::Rules;
-use super::{Ask, Template};
+use super::{RenderRequest, Template};
 use crate::error::{Error, Kind, Result};
 use crate::server::Server;
 use crate::trace::value_of;
@@ -30,7 +30,7 @@ impl Template {
         session: &mut Session<'a>,
         messages: &[&'a Json],
         tools: Option<&Arc<Json>>,
-        ask: Ask,
+        ask: RenderRequest,
         kwargs: &Map<String, Json>,
     ) -> Result<Rendered> {
         let rules = self.rules(ask, messages);
@@ -38,11 +38,16 @@ impl Template {
             && ask.server == Server::Vllm
             && messages.iter().skip(1).any(|message| is_system(message));
         let prefix = self.prefix(messages, ask);
-        let answer_as_user = ask.server == Server::Sglang && ask.prompt && !ask.continues && ends_with_answer(messages);
+        let answer_as_user = ask.server == Server::Sglang
+            && ask.add_generation_prompt
+            && !ask.continue_final_message
+            && ends_with_answer(messages);
         // TGI treats every final answer as the beginning of the next one, and renders with the header after it.
-        let tgi_prefill = ask.server == Server::Tgi && (ask.prompt || ask.continues) && ends_with_answer(messages);
-        if !joins && !answer_as_user && !tgi_prefill && prefix.is_none() && !ask.continues {
-            return self.render_next_by(session, messages, tools, (ask.prompt, rules), kwargs);
+        let tgi_prefill = ask.server == Server::Tgi
+            && (ask.add_generation_prompt || ask.continue_final_message)
+            && ends_with_answer(messages);
+        if !joins && !answer_as_user && !tgi_prefill && prefix.is_none() && !ask.continue_final_message {
+            return self.render_next_by(session, messages, tools, (ask.add_generation_prompt, rules), kwargs);
         }
         // The messages created here exist for this render only.
         let (mut converted, mut order) = if joins {
@@ -51,7 +56,7 @@ impl Template {
             (messages.iter().map(|&message| message.clone()).collect(), (0..messages.len() as u32).collect())
         };
         let rules = Rules { joined: joins, ..rules };
-        let mut prompt = ask.prompt;
+        let mut prompt = ask.add_generation_prompt;
         if let Some(last) = converted.last_mut().filter(|_| answer_as_user) {
             *last = json!({"role": "user", "content": last["content"].clone()});
         } else if prefix.is_some() {
@@ -60,7 +65,7 @@ impl Template {
             prompt = true;
         } else if tgi_prefill {
             prompt = true;
-        } else if ask.continues {
+        } else if ask.continue_final_message {
             tagged(converted.last_mut())?;
             prompt = false;
         }
@@ -74,7 +79,7 @@ impl Template {
                 let end = rendered.text[..at + text.len()].trim_end().len();
                 end_at(&mut rendered, end);
             }
-        } else if ask.continues {
+        } else if ask.continue_final_message {
             cut(&mut rendered)?;
         }
         for span in rendered.spans.iter_mut().filter(|span| span.message != NO_MESSAGE) {
@@ -84,7 +89,7 @@ impl Template {
     }
 
     /// Returns the rules by which a server converts these messages.
-    fn rules(&self, ask: Ask, messages: &[&Json]) -> Rules {
+    fn rules(&self, ask: RenderRequest, messages: &[&Json]) -> Rules {
         let server = ask.server;
         let developer_is_system = match server {
             Server::Vllm | Server::OpenAi => !self.names_developer,
@@ -106,18 +111,18 @@ impl Template {
     }
 
     /// Returns the prefill that a server appends to the prompt of the messages before it.
-    fn prefix(&self, messages: &[&Json], ask: Ask) -> Option<String> {
+    fn prefix(&self, messages: &[&Json], ask: RenderRequest) -> Option<String> {
         let supported = match ask.server {
-            Server::Sglang => ask.continues,
+            Server::Sglang => ask.continue_final_message,
             // llama.cpp continues every answer that is the last message.
-            Server::LlamaCpp => ask.prompt || ask.continues,
+            Server::LlamaCpp => ask.add_generation_prompt || ask.continue_final_message,
             _ => false,
         };
         if supported && ends_with_answer(messages) { self.text_of(messages, ask) } else { None }
     }
 
     /// Returns the text of the last message, if its content is a text.
-    fn text_of(&self, messages: &[&Json], ask: Ask) -> Option<String> {
+    fn text_of(&self, messages: &[&Json], ask: RenderRequest) -> Option<String> {
         let last = messages.last()?;
         let content = last.as_object().and_then(|map| self.rules(ask, &[]).content(map, 1));
         content.as_ref().or_else(|| last.get("content"))?.as_str().map(str::to_owned)
@@ -165,7 +170,7 @@ fn tagged(message: Option<&mut Json>) -> Result<()> {
             "continue_final_message is set, and the last message has no text to go on with",
         )
         .why("The policy was asked to go on with it")
-        .cure("Record the request as it was sent")
+        .fix("Record the request as it was sent")
     };
     let message = message.and_then(Json::as_object_mut).ok_or_else(no_text)?;
     let content = message.entry("content").or_insert(Json::Null);
@@ -197,7 +202,7 @@ fn cut(rendered: &mut Rendered) -> Result<()> {
             "the template leaves out a part of the last message",
         )
         .why("The policy was asked to go on with it (continue_final_message)")
-        .cure("Record return_token_ids, so that the prompt need not be rendered"));
+        .fix("Record return_token_ids, so that the prompt need not be rendered"));
     };
     let before_tag = &rendered.text[..at];
     let end = if rendered.text[at..].starts_with(TAG) { at } else { before_tag.trim_end().len() };

@@ -4,7 +4,7 @@
 //! Python's lazy filters can be iterated once. They are true, have no length and no JSON form. This module does not
 //! interpret messages.
 
-use super::marks::{Marker, Used};
+use super::marks::{Marker, UsedCharacters};
 use super::rendered::{Field, NO_MESSAGE};
 use super::rewrite::UNMARKED;
 use crate::{cancel, json_number};
@@ -26,7 +26,7 @@ pub(super) fn plain(json: &Json) -> Value {
             (None, None) => Value::from(number.as_f64().unwrap_or(f64::NAN)),
         },
         Json::String(text) => {
-            cancel::before(text.len());
+            cancel::check_before_bytes(text.len());
             Value::from(text.as_str())
         }
         Json::Array(items) => Value::from(items.iter().map(plain).collect::<Vec<_>>()),
@@ -42,7 +42,7 @@ pub(super) fn plain(json: &Json) -> Value {
 /// Strings that templates compare stay unmarked: types, names of required parameters, and `literals`.
 pub(super) fn tools(json: &Json, marker: &mut Option<&mut Marker<'_>>, literals: &[String]) -> Value {
     let inner = match json {
-        number if json_number::text(number).is_some() => return plain(number),
+        number if json_number::digits_of(number).is_some() => return plain(number),
         Json::Array(items) => Value::from(items.iter().map(|item| tools(item, marker, literals)).collect::<Vec<_>>()),
         Json::Object(map) => {
             let mut pairs = Vec::with_capacity(map.len());
@@ -77,7 +77,7 @@ pub(super) fn contained(inner: Value, message: u32, marker: &mut Option<&mut Mar
 }
 
 /// Adds the noncharacters of all strings and keys inside `json`.
-pub(super) fn note(used: &mut Used, json: &Json) {
+pub(super) fn note(used: &mut UsedCharacters, json: &Json) {
     match json {
         Json::String(text) => used.note(text),
         Json::Array(items) => items.iter().for_each(|item| note(used, item)),
@@ -245,7 +245,7 @@ impl Object for Big {
     }
 }
 
-/// Returns the template value of a number that JSON's own type cannot represent (see `json_number::text`).
+/// Returns the template value of a number that JSON's own type cannot represent (see `json_number::digits_of`).
 pub(super) fn value(text: &str) -> Value {
     if let Ok(integer) = text.parse::<i128>() {
         return Value::from(integer);

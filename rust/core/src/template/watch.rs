@@ -12,7 +12,7 @@ use std::borrow::Cow;
 use std::cell::Cell;
 use std::sync::LazyLock;
 
-/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters that marks consist of. The third byte begins at
+/// First two bytes of U+FDD0 to U+FDEF in UTF-8, the noncharacters that marks consist of. The third byte starts at
 /// [`THIRD`].
 pub(super) const LEAD: [u8; 2] = [0xEF, 0xB7];
 pub(super) const THIRD: u8 = 0x90;
@@ -28,7 +28,7 @@ thread_local! {
 
 /// The marks in its arguments that an operation can detect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Tells {
+pub(super) enum DetectableMarks {
     /// None: the operation stores or joins strings, or reports here itself.
     Nothing,
     /// Those of strings among its arguments, but not of strings inside these.
@@ -45,12 +45,12 @@ const STRINGS: &str = "__each __item __slice __splat __turns attr batch count fi
     list map reject rejectattr reverse select selectattr slice test";
 
 /// Returns the marks that the operation of that name can detect.
-pub(super) fn tells(name: &str) -> Tells {
+pub(super) fn tells(name: &str) -> DetectableMarks {
     let is_in = |names: &str| names.split_whitespace().any(|word| word == name);
     match (is_in(NOTHING), is_in(STRINGS)) {
-        (true, _) => Tells::Nothing,
-        (_, true) => Tells::Strings,
-        _ => Tells::All,
+        (true, _) => DetectableMarks::Nothing,
+        (_, true) => DetectableMarks::Strings,
+        _ => DetectableMarks::All,
     }
 }
 
@@ -80,15 +80,15 @@ pub(super) fn notice() {
 
 /// Checks the arguments of an operation.
 #[inline]
-pub(super) fn look(arguments: &[Value], tells: Tells) {
-    if tells != Tells::Nothing && is_on() && !NOTICED.get() {
+pub(super) fn look(arguments: &[Value], tells: DetectableMarks) {
+    if tells != DetectableMarks::Nothing && is_on() && !NOTICED.get() {
         look_at(arguments, tells);
     }
 }
 
-fn look_at(arguments: &[Value], tells: Tells) {
+fn look_at(arguments: &[Value], tells: DetectableMarks) {
     let mut budget = NODES;
-    let check_inside = |value: &Value| tells == Tells::All || value.is_kwargs();
+    let check_inside = |value: &Value| tells == DetectableMarks::All || value.is_kwargs();
     if arguments.iter().any(|value| if check_inside(value) { has_marks(value, &mut budget) } else { is_marked(value) })
     {
         notice();

@@ -3,7 +3,7 @@
 //! `hf_backend` and `pattern` check it.
 
 use crate::error::{Error, Kind, Result};
-use crate::{cancel, caught};
+use crate::{cancel, catch_panic};
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
     let until = Instant::now() + TIME.0 + TIME.1.saturating_mul(u32::try_from(length).unwrap_or(u32::MAX));
     let allowance = Allowance { until, bytes: BYTES.0 + BYTES.1.saturating_mul(length), refused: None };
     let outer = ALLOWANCE.replace(Some(allowance));
-    let result = caught(Kind::Tokenizer, what, || {
+    let result = catch_panic(Kind::Tokenizer, what, || {
         work().map_err(|error| Error::new(Kind::Tokenizer, "TG-TOKENIZER-001", format!("{what} failed: {error}")))
     });
     let stop_reason = ALLOWANCE.replace(outer).and_then(|allowance| allowance.refused);
@@ -37,7 +37,7 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
         None => result,
         Some(reason) => Err(Error::new(Kind::Tokenizer, "TG-TOKENIZER-002", format!("{what} was stopped: {reason}"))
             .why("tokenizer.json is a stranger's program, and what it may take is bounded by the text")
-            .cure("Copy the file again from where the model came from")),
+            .fix("Copy the file again from where the model came from")),
     }
 }
 

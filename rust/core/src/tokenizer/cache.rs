@@ -5,15 +5,15 @@
 //!
 //! The next load of the same files reads the facts from disk and builds nothing. The name of a cache file is the hash
 //! of everything that determines its content: tokenizer.json, the files next to it, and the code that read them. The
-//! file begins with a hash of that name and of its content. A file that is missing, truncated, changed or made for
+//! file starts with a hash of that name and of its content. A file that is missing, truncated, changed or made for
 //! other input is created again. A file that cannot be written is skipped.
 
 use super::config::TokenizerConfig;
-use super::transformers::Rebuilt;
+use super::transformers::ClassMismatch;
 use super::vocab_bytes::Pieces;
-use crate::cache::Generations;
+use crate::cache::TwoTableCache;
 use crate::files;
-use crate::pool::soon;
+use crate::pool::try_lock_briefly;
 use foldhash::fast::RandomState;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -38,7 +38,7 @@ const ENTRY_BYTES: usize = 64;
 #[derive(Debug)]
 pub(super) struct Memo<S = RandomState> {
     state: S,
-    shards: Box<[Mutex<Generations<Entry>>]>,
+    shards: Box<[Mutex<TwoTableCache<Entry>>]>,
 }
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ struct Entry {
 
 impl<S: BuildHasher + Default> Memo<S> {
     pub fn new() -> Self {
-        let shard = |_| Mutex::new(Generations::new(GENERATION_BYTES));
+        let shard = |_| Mutex::new(TwoTableCache::new(GENERATION_BYTES));
         Self { state: S::default(), shards: (0..SHARDS).map(shard).collect() }
     }
 
@@ -66,7 +66,8 @@ impl<S: BuildHasher + Default> Memo<S> {
         let hash = self.state.hash_one(text.as_bytes());
         let shard = &self.shards[(hash >> 32) as usize % SHARDS];
         let has_text = |entry: &Entry| *entry.text == *text.as_bytes();
-        let cached = soon(shard).and_then(|mut shard| shard.read(hash, has_text, |e| ids.extend_from_slice(&e.ids)));
+        let cached =
+            try_lock_briefly(shard).and_then(|mut shard| shard.read(hash, has_text, |e| ids.extend_from_slice(&e.ids)));
         if cached.is_some() {
             return Ok(());
         }
@@ -74,7 +75,7 @@ impl<S: BuildHasher + Default> Memo<S> {
         encode(ids)?;
         let entry = Entry { text: text.as_bytes().into(), ids: ids[from..].into() };
         let bytes = ENTRY_BYTES + entry.text.len() + 4 * entry.ids.len();
-        if let Some(mut shard) = soon(shard) {
+        if let Some(mut shard) = try_lock_briefly(shard) {
             shard.put(hash, bytes, entry);
         }
         Ok(())
@@ -103,7 +104,7 @@ pub(super) struct Facts {
     pub reason: String,
     pub probes: usize,
     /// The text for which transformers 5 would produce other ids.
-    pub rebuilt: Option<Rebuilt>,
+    pub rebuilt: Option<ClassMismatch>,
     /// True if texts may be split at added tokens.
     pub cuts: bool,
     /// True if pieces of a text have the same ids separately as in their context.
@@ -251,7 +252,7 @@ mod tests {
                 assert_eq!(lengths(&memo, text, &mut made), [9, text.len() as u32]);
             }
         }
-        // Texts of equal length, and texts that begin with each other.
+        // Texts of equal length, and texts that start with each other.
         let mut ids = Vec::new();
         let other: Result<(), Infallible> = memo.encode("xyz", &mut ids, |ids| {
             ids.push(77);
@@ -269,8 +270,9 @@ mod tests {
             Err("no")
         });
         assert_eq!(failed, Err("no"));
-        let caught =
-            crate::caught(crate::Kind::Tokenizer, "a test", || memo.encode("a", &mut Vec::new(), |_| panic!("inside")));
+        let caught = crate::catch_panic(crate::Kind::Tokenizer, "a test", || {
+            memo.encode("a", &mut Vec::new(), |_| panic!("inside"))
+        });
         assert!(caught.is_err());
         assert_eq!(lengths(&memo, "a", &mut 0), [9, 1]);
     }

@@ -64,7 +64,7 @@ pub(super) fn checked(json: &[u8], extra: &[ExtraToken]) -> Result<Value> {
 fn beyond(what: String) -> Error {
     Error::new(Kind::Tokenizer, "TG-TOKENIZER-003", what)
         .why("No tokenizer of a language model is like that, and loading it could take all memory or never end")
-        .cure("Copy the file again from where the model came from")
+        .fix("Copy the file again from where the model came from")
 }
 
 fn check_ids(entries: &Entries, added: &[(&str, u64)]) -> Result<()> {
@@ -210,7 +210,7 @@ pub(super) fn outline(json: &[u8]) -> Result<(Map<String, Value>, Entries)> {
 pub(super) fn refused(what: &str) -> Error {
     Error::new(Kind::Tokenizer, "TG-TOKENIZER-004", what.to_owned())
         .why("Ids are made by the fast tokenizer that tokenizer.json describes")
-        .cure("Copy the file again from where the model came from")
+        .fix("Copy the file again from where the model came from")
 }
 
 /// Returns all values under a key, in a part of a document and everything inside it.

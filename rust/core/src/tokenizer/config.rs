@@ -24,6 +24,7 @@ pub enum Eos {
 
 /// An added token that only `tokenizer_config.json` lists.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(clippy::struct_excessive_bools, reason = "the flags of an added token in tokenizer.json")]
 pub struct ExtraToken {
     /// Its required id.
     pub id: u32,
@@ -33,8 +34,10 @@ pub struct ExtraToken {
     pub special: bool,
     /// True if it matches text after normalization.
     pub normalized: bool,
-    /// True if it includes whitespace on its left, and on its right.
-    pub strips: (bool, bool),
+    /// True if it includes whitespace on its left.
+    pub lstrip: bool,
+    /// True if it includes whitespace on its right.
+    pub rstrip: bool,
     /// True if it matches whole words only.
     pub single_word: bool,
 }
@@ -43,7 +46,7 @@ impl ExtraToken {
     /// Returns the token in the form in which tokenizer.json lists an added token.
     pub(super) fn stated(&self) -> Value {
         json!({"id": self.id, "content": self.content, "special": self.special, "normalized": self.normalized,
-            "lstrip": self.strips.0, "rstrip": self.strips.1, "single_word": self.single_word})
+            "lstrip": self.lstrip, "rstrip": self.rstrip, "single_word": self.single_word})
     }
 }
 
@@ -61,7 +64,7 @@ pub struct Class {
     /// `unk_token` of tokenizer_config.json.
     pub unk_token: Option<String>,
     /// True if the model has its own tokenizer class, whose code is unknown here.
-    pub has_code: bool,
+    pub has_remote_code: bool,
 }
 
 impl Class {
@@ -77,7 +80,7 @@ impl Class {
             add_prefix_space: flag("add_prefix_space"),
             legacy: flag("legacy"),
             unk_token: unk.and_then(|unk| unk.as_str().or_else(|| unk.get("content")?.as_str())).map(str::to_owned),
-            has_code: code.is_some_and(|code| !code.is_null()),
+            has_remote_code: code.is_some_and(|code| !code.is_null()),
         }
     }
 }
@@ -145,7 +148,8 @@ fn extra_tokens(config: &Map<String, Value>) -> Vec<ExtraToken> {
                 content: token_text(token)?,
                 special: flag("special"),
                 normalized: flag("normalized"),
-                strips: (flag("lstrip"), flag("rstrip")),
+                lstrip: flag("lstrip"),
+                rstrip: flag("rstrip"),
                 single_word: flag("single_word"),
             })
         })
@@ -198,7 +202,7 @@ fn templates(dir: &Path, config: &Map<String, Value>) -> Result<(Option<String>,
 const FILE_BYTES: u64 = 1 << 30;
 
 /// Reads a file's bytes. A pipe or a device, which may never end, is rejected.
-pub(super) fn whole(path: &Path) -> std::io::Result<Vec<u8>> {
+pub(super) fn read_file(path: &Path) -> std::io::Result<Vec<u8>> {
     let metadata = fs::metadata(path)?;
     if !metadata.is_file() || metadata.len() > FILE_BYTES {
         return Err(std::io::Error::other("it is no regular file of at most 1 GiB"));
@@ -211,12 +215,12 @@ pub(super) fn whole(path: &Path) -> std::io::Result<Vec<u8>> {
 /// Reads a file's text, or returns `None` if the file does not exist.
 fn text(path: &Path) -> Result<Option<String>> {
     let utf8 = |bytes| String::from_utf8(bytes).map_err(|error| std::io::Error::new(ErrorKind::InvalidData, error));
-    match whole(path).and_then(utf8) {
+    match read_file(path).and_then(utf8) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => {
             Err(located(Error::new(Kind::Io, "TG-TOKENIZER-005", format!("the file cannot be read: {error}")), path)
-                .cure("Check its permissions, and that it is UTF-8 text"))
+                .fix("Check its permissions, and that it is UTF-8 text"))
         }
     }
 }
@@ -233,7 +237,7 @@ fn object(dir: &Path, file: &str) -> Result<Option<Map<String, Value>>> {
                 .map_or_else(|| "it holds no JSON object".to_owned(), |error| format!("it is not JSON: {error}"));
             Err(located(Error::new(Kind::Tokenizer, "TG-TOKENIZER-006", what), &path)
                 .why("Special tokens, template and end-of-sequence ids come from it")
-                .cure("Copy the file again from where the model came from"))
+                .fix("Copy the file again from where the model came from"))
         }
     }
 }
@@ -316,7 +320,7 @@ fn media_ids(config: &Map<String, Value>, deepest: usize, ids: &mut Vec<u32>) {
     }
 }
 
-/// Returns true if a word of the text begins with the name of a medium.
+/// Returns true if a word of the text starts with the name of a medium.
 fn says_media(text: &str) -> bool {
     let text = text.to_ascii_lowercase();
     text.split(|sign: char| !sign.is_ascii_alphanumeric())

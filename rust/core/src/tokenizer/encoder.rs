@@ -45,12 +45,12 @@ pub struct Report {
     /// Number of texts that both backends encoded when the tokenizer was loaded.
     pub probes: usize,
     /// The reason why ids of text between added tokens are not cached; `None` if they are.
-    pub no_memo: Option<&'static str>,
+    pub cache_disabled_reason: Option<&'static str>,
 }
 
 /// Ids of a piece of text that follows another text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Behind {
+pub struct ContinuationIds {
     /// Its ids.
     pub ids: Vec<u32>,
     /// The byte of the piece at which each id ends.
@@ -83,7 +83,7 @@ impl Encoder {
             Ok(_) => (None, Some(CUT)),
             Err(reason) => (None, Some(reason)),
         };
-        let report = Report { backend: "", reason: String::new(), probes: 0, no_memo };
+        let report = Report { backend: "", reason: String::new(), probes: 0, cache_disabled_reason: no_memo };
         let (added, anchors) = (facts.listed.clone(), OnceLock::new());
         let mut encoder =
             Self { backends, cutter, memo: Memo::new(), report, apart: facts.apart, added, anchors, file };
@@ -148,7 +148,7 @@ impl Encoder {
         facts.apart = self.cutter.is_some() && facts.cuts && PAIRS.iter().all(|(before, suffix)| same(before, suffix));
         self.apart = facts.apart;
         if self.cutter.is_some() && !facts.cuts {
-            (self.cutter, self.report.no_memo) = (None, Some(CUT));
+            (self.cutter, self.report.cache_disabled_reason) = (None, Some(CUT));
         }
     }
 
@@ -166,7 +166,7 @@ impl Encoder {
     }
 
     /// Returns the ids of `text[at..]` in the context of `text[..at]`.
-    pub fn behind(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Behind> {
+    pub fn behind(&self, text: &str, at: usize, pieces: &Pieces) -> Result<ContinuationIds> {
         if let Some(result) = self.cut_off(text, at, pieces)? {
             return Ok(result);
         }
@@ -177,11 +177,11 @@ impl Encoder {
             }
         }
         let (ids, ends) = self.encode_with_ends(&text[at..], pieces)?;
-        Ok(Behind { ids, ends, exact: false })
+        Ok(ContinuationIds { ids, ends, exact: false })
     }
 
     /// Returns the ids of a text after its first `at` bytes, or `None` if a token crosses that byte.
-    fn cut_off(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Option<Behind>> {
+    fn cut_off(&self, text: &str, at: usize, pieces: &Pieces) -> Result<Option<ContinuationIds>> {
         let (ids, ends) = self.encode_with_ends(text, pieces)?;
         let head = self.encode(&text[..at])?;
         let count = if ids.starts_with(&head) {
@@ -197,7 +197,7 @@ impl Encoder {
             count
         };
         let ends = ends[count..].iter().map(|end| end.saturating_sub(at as u32)).collect();
-        Ok(Some(Behind { ids: ids[count..].to_vec(), ends, exact: true }))
+        Ok(Some(ContinuationIds { ids: ids[count..].to_vec(), ends, exact: true }))
     }
 
     /// Returns the ids from the fast backend only, without caching.
@@ -267,7 +267,7 @@ impl Encoder {
         error.what = format!("{} cannot encode {quoted:?}{ellipsis} ({bytes} bytes): {}", self.file, error.what);
         if error.why.is_empty() {
             "The tokenizer knows no token for a part of it".clone_into(&mut error.why);
-            "Use a tokenizer with byte fallback or an unk_token".clone_into(&mut error.cure);
+            "Use a tokenizer with byte fallback or an unk_token".clone_into(&mut error.fix);
         }
         error
     }
@@ -427,7 +427,7 @@ fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str
             let what = format!("added token '{content}' has id {listed_id} but would be loaded with {loaded}");
             return Err(Error::new(Kind::Tokenizer, "TG-TOKENIZER-007", what)
                 .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
-                .cure("Add the ids that are missing to added_tokens, as reserved tokens"));
+                .fix("Add the ids that are missing to added_tokens, as reserved tokens"));
         }
     }
     Ok(())
@@ -438,8 +438,8 @@ fn add_extra(inner: &mut dyn Reference, missing: &[ExtraToken], all: &[ExtraToke
     let to_added_token = |token: &ExtraToken| {
         AddedToken::from(token.content.clone(), token.special)
             .normalized(token.normalized)
-            .lstrip(token.strips.0)
-            .rstrip(token.strips.1)
+            .lstrip(token.lstrip)
+            .rstrip(token.rstrip)
             .single_word(token.single_word)
     };
     if !missing.is_empty() {
@@ -586,7 +586,7 @@ impl Anchors {
         Self(AhoCorasick::builder().match_kind(MatchKind::LeftmostLongest).build(tokens).ok())
     }
 
-    /// Returns the byte at which the last added token of `text` begins, or 0 if there is none.
+    /// Returns the byte at which the last added token of `text` starts, or 0 if there is none.
     pub fn last(&self, text: &str) -> usize {
         let last = self.0.as_ref().and_then(|tokens| tokens.find_iter(text).last());
         last.map_or(0, |last| last.start())

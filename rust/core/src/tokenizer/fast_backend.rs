@@ -9,7 +9,7 @@
 use super::check::values_under;
 use super::config::ExtraToken;
 use super::pattern::KNOWN;
-use crate::{Kind, caught, pool};
+use crate::{Kind, catch_panic, pool};
 use fastokens::TokenizerOptions;
 use fastokens::pre_tokenizers::Pcre2Limits;
 use serde_json::Value;
@@ -68,7 +68,7 @@ impl Fast {
         }
         let limits = Pcre2Limits { match_limit: (!all_known).then_some(RETRIES), ..Pcre2Limits::default() };
         let document = document(json, extra)?;
-        let loaded = caught(Kind::Tokenizer, "loading fastokens", || {
+        let loaded = catch_panic(Kind::Tokenizer, "loading fastokens", || {
             Ok(fastokens::Tokenizer::from_json_with_options(document, TokenizerOptions { pcre2_limits: limits }))
         });
         match loaded {
@@ -92,7 +92,7 @@ impl Fast {
             return None;
         }
         let encode = || {
-            caught(Kind::Tokenizer, "fastokens", || {
+            catch_panic(Kind::Tokenizer, "fastokens", || {
                 Ok(if added { self.inner.encode(text) } else { self.inner.encode_ordinary(text) })
             })
         };

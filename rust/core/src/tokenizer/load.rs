@@ -4,7 +4,7 @@
 
 use super::cache::{Facts, Place};
 use super::check::{checked, refused, values_under};
-use super::config::{Eos, TokenizerConfig, located, whole};
+use super::config::{Eos, TokenizerConfig, located, read_file};
 use super::encoder::{Backends, Encoder, checked_reference, missing_tokens};
 use super::fast_backend::Fast;
 use super::hf_backend::{Reference, prefix};
@@ -41,9 +41,9 @@ impl Tokenizer {
     pub fn from_dir_of(dir: &Path, vocab_size: Option<u32>, cache: Option<&Path>) -> Result<Self> {
         let mut config = TokenizerConfig::from_dir(dir)?;
         config.model.vocab_size = vocab_size.or(config.model.vocab_size);
-        let (file, loaded) = match (whole(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
+        let (file, loaded) = match (read_file(&dir.join("tokenizer.json")), tiktoken_file(dir)) {
             (Err(error), Some(file)) if error.kind() == ErrorKind::NotFound => {
-                let ranks = whole(&file).map_err(|error| missing(dir, &error))?;
+                let ranks = read_file(&file).map_err(|error| missing(dir, &error))?;
                 let loaded =
                     tiktoken::document(&ranks, &mut config).and_then(|json| Self::from_bytes(&json, &config, cache));
                 (file, loaded)
@@ -198,14 +198,14 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
     };
     located(Error::new(Kind::Io, "TG-TOKENIZER-008", what), dir)
         .why("Ids are made by the fast tokenizer that tokenizer.json describes")
-        .cure("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
+        .fix("Name the model's directory, or write the file with transformers' AutoTokenizer(...).save_pretrained")
 }
 
 /// Returns the error for an id with two entries.
 fn twice(id: u32) -> Error {
     Error::new(Kind::Tokenizer, "TG-TOKENIZER-009", format!("two entries of the vocabulary have id {id}"))
         .why("Which bytes the id stands for cannot be known")
-        .cure("Copy the file again from where the model came from")
+        .fix("Copy the file again from where the model came from")
 }
 
 /// Returns how the vocabulary represents bytes, according to decoder, pre-tokenizer and model.
@@ -259,7 +259,7 @@ fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result
             format!("eos_token_id lists {} ids, more than {EOS}", ids.len()),
         )
         .why("Each token is compared with all of them")
-        .cure("List only the ids that end a turn")),
+        .fix("List only the ids that end a turn")),
         Some(Eos::Ids(ids)) => match ids.iter().find(|id| **id >= size) {
             None => Ok(ids.clone()),
             Some(id) => Err(Error::new(
@@ -268,7 +268,7 @@ fn eos_ids(config: &TokenizerConfig, inner: &dyn Reference, size: u32) -> Result
                 format!("eos_token_id {id} is not in the vocabulary of {size}"),
             )
             .why("generation_config.json or config.json is of another model")
-            .cure("Put the files of one model together")),
+            .fix("Put the files of one model together")),
         },
     }
 }

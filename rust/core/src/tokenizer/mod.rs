@@ -18,8 +18,8 @@ mod transformers;
 mod vocab_bytes;
 
 pub use config::{Class, Eos, ExtraToken, Model, TokenizerConfig};
-pub use encoder::{Behind, Report};
-pub use transformers::Rebuilt;
+pub use encoder::{ContinuationIds, Report};
+pub use transformers::ClassMismatch;
 pub use vocab_bytes::{Partial, Spelling};
 
 use crate::error::{Error, Kind, Result};
@@ -48,7 +48,7 @@ pub(crate) fn example() -> Tokenizer {
 ///
 /// # Panics
 /// Panics if an invariant does not hold.
-pub fn tried(json: &[u8], text: &str) -> Result<Vec<u32>> {
+pub fn check_invariants(json: &[u8], text: &str) -> Result<Vec<u32>> {
     let tokenizer = Tokenizer::from_json(json, &TokenizerConfig::default())?;
     tokenizer.encode(text)?;
     let (ids, ends) = tokenizer.encode_with_ends(text)?;
@@ -90,7 +90,7 @@ pub struct Tokenizer {
     prefix: Vec<u32>,
     template: Option<Template>,
     tool_template: Option<Template>,
-    rebuilt: Option<Rebuilt>,
+    rebuilt: Option<ClassMismatch>,
     source: Source,
 }
 
@@ -113,14 +113,14 @@ impl Tokenizer {
     }
 
     /// Returns the special tokens (BOS) that the tokenizer puts before a text without a chat template. Returns none if
-    /// the text already begins with them.
+    /// the text already starts with them.
     pub fn prefix_ids(&self, text: &str) -> &[u32] {
         let prefix_bytes = self.decode_bytes(&self.prefix).unwrap_or_default();
         if !prefix_bytes.is_empty() && text.as_bytes().starts_with(&prefix_bytes) { &[] } else { &self.prefix }
     }
 
     /// Returns a text for which transformers 5 would produce other ids, because it rebuilds the tokenizer.
-    pub fn rebuilt(&self) -> Option<&Rebuilt> {
+    pub fn rebuilt(&self) -> Option<&ClassMismatch> {
         self.rebuilt.as_ref()
     }
 
@@ -157,7 +157,7 @@ impl Tokenizer {
             format!("id {id} is not in the vocabulary of '{}'", self.name),
         )
         .why(format!("Its ids are below {}, some of them unused", self.vocab_size()))
-        .cure("Use the tokenizer that the ids were made with");
+        .fix("Use the tokenizer that the ids were made with");
         error.location.token = Some(index);
         error
     }
@@ -283,7 +283,7 @@ impl Tokenizer {
                 format!("the tokenizer '{}' has no chat template", self.name),
             )
             .why("Messages become text through it")
-            .cure("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
+            .fix("Put chat_template.jinja beside tokenizer.json, or chat_template into tokenizer_config.json")
         })
     }
 
@@ -312,7 +312,7 @@ impl Tokenizer {
     pub fn encode_shared(&self, text: impl Deref<Target = str> + Send + 'static) -> Result<Vec<u32>> {
         if self.encoder.is_long(&text) {
             let encoder = Arc::clone(&self.encoder);
-            return pool::apart(move || encoder.encode(&text));
+            return pool::run_abandonable(move || encoder.encode(&text));
         }
         self.encoder.encode(&text)
     }
@@ -336,14 +336,14 @@ impl Tokenizer {
     pub fn encode_with_ends(&self, text: &str) -> Result<(Vec<u32>, Vec<u32>)> {
         check_ends(text)?;
         if self.encoder.is_long(text) {
-            return self.encode_held(Arc::<str>::from(text), 0);
+            return self.encode_with_ends_shared(Arc::<str>::from(text), 0);
         }
         self.encoder.encode_with_ends(text, &self.pieces)
     }
 
     /// Encodes `text` from byte `from` on like [`Tokenizer::encode_with_ends`]. A long text moves to another thread
     /// without being copied.
-    pub fn encode_held(
+    pub fn encode_with_ends_shared(
         &self,
         text: impl Deref<Target = str> + Send + 'static,
         from: usize,
@@ -351,7 +351,7 @@ impl Tokenizer {
         check_ends(&text[from..])?;
         if self.encoder.is_long(&text[from..]) {
             let (encoder, pieces) = (Arc::clone(&self.encoder), Arc::clone(&self.pieces));
-            return pool::apart(move || encoder.encode_with_ends(&text[from..], &pieces));
+            return pool::run_abandonable(move || encoder.encode_with_ends(&text[from..], &pieces));
         }
         self.encoder.encode_with_ends(&text[from..], &self.pieces)
     }
@@ -359,32 +359,32 @@ impl Tokenizer {
 
 impl Tokenizer {
     /// Returns true if a piece of text after `before` has the same ids as by itself.
-    pub fn is_apart(&self, before: &str) -> bool {
+    pub fn is_context_free(&self, before: &str) -> bool {
         self.encoder.is_apart(before)
     }
 
-    /// Returns only the ids of [`Tokenizer::encode_behind`]. This is faster if the ends are not needed.
+    /// Returns only the ids of [`Tokenizer::encode_after`]. This is faster if the ends are not needed.
     ///
     /// # Errors
     /// Same as [`Tokenizer::encode_with_ends`].
-    pub fn ids_behind(&self, before: &str, piece: &str) -> Result<Vec<u32>> {
-        if self.is_apart(before) { self.encode(piece) } else { Ok(self.encode_behind(before, piece)?.ids) }
+    pub fn ids_after(&self, before: &str, piece: &str) -> Result<Vec<u32>> {
+        if self.is_context_free(before) { self.encode(piece) } else { Ok(self.encode_after(before, piece)?.ids) }
     }
 
     /// Returns the ids of `piece` in a text in which it follows `before`.
     ///
     /// # Errors
     /// Same as [`Tokenizer::encode_with_ends`].
-    pub fn encode_behind(&self, before: &str, piece: &str) -> Result<Behind> {
-        if self.is_apart(before) || piece.is_empty() {
+    pub fn encode_after(&self, before: &str, piece: &str) -> Result<ContinuationIds> {
+        if self.is_context_free(before) || piece.is_empty() {
             let (ids, ends) = self.encode_with_ends(piece)?;
-            return Ok(Behind { ids, ends, exact: true });
+            return Ok(ContinuationIds { ids, ends, exact: true });
         }
         let (text, at) = self.encoder.joined(before, piece);
         check_ends(&text)?;
         if self.encoder.is_long(&text) {
             let (encoder, pieces) = (Arc::clone(&self.encoder), Arc::clone(&self.pieces));
-            return pool::apart(move || encoder.behind(&text, at, &pieces));
+            return pool::run_abandonable(move || encoder.behind(&text, at, &pieces));
         }
         self.encoder.behind(&text, at, &self.pieces)
     }
@@ -397,7 +397,7 @@ fn check_ends(text: &str) -> Result<()> {
     }
     Err(Error::new(Kind::Argument, "TG-TOKENIZER-014", format!("the text has {} bytes", text.len()))
         .why("Byte ends are 32-bit numbers")
-        .cure("Split the text"))
+        .fix("Split the text"))
 }
 
 #[cfg(test)]
@@ -434,8 +434,9 @@ mod tests {
             let text = "a b ".repeat(words);
             let (sender, receiver) = channel();
             let make_text = |sender: &Sender<ThreadId>| Held(text.clone(), sender.clone());
-            let shared = cancel::watched(|| false, || tokenizer.encode_shared(make_text(&sender)).unwrap());
-            let with_ends = cancel::watched(|| false, || tokenizer.encode_held(make_text(&sender), 2).unwrap());
+            let shared = cancel::run_cancellable(|| false, || tokenizer.encode_shared(make_text(&sender)).unwrap());
+            let with_ends =
+                cancel::run_cancellable(|| false, || tokenizer.encode_with_ends_shared(make_text(&sender), 2).unwrap());
             for thread in receiver.try_iter() {
                 assert_eq!(thread != current().id(), on_other_thread);
             }

@@ -63,7 +63,7 @@ impl Bounded {
         Ok(Self { cost: None, ..Self::new(&source)? })
     }
 
-    /// Returns the first match that begins at or after `from`.
+    /// Returns the first match that starts at or after `from`.
     fn next(
         &self,
         text: &str,
@@ -285,7 +285,7 @@ impl Reader<'_> {
         Ok(cost)
     }
 
-    /// Parses a quantifier, if this character begins one.
+    /// Parses a quantifier, if this character starts one.
     fn quantifier(&mut self, next: char) -> Option<(u64, Option<u64>)> {
         let range = match next {
             '*' => (0, None),
@@ -342,7 +342,7 @@ impl Reader<'_> {
         if self.rest.next() == Some(')') { Ok(cost) } else { Err("a bracket that is not closed".to_owned()) }
     }
 
-    /// Parses a group that begins with `(?`. Returns `None` for flags, which apply to the rest of the enclosing group.
+    /// Parses a group that starts with `(?`. Returns `None` for flags, which apply to the rest of the enclosing group.
     fn named(&mut self) -> Result<Option<Cost>, String> {
         let kind = self.rest.next();
         let second = self.rest.peek().copied();

@@ -189,7 +189,7 @@ fn unknown(ranks: usize, print: u64) -> Error {
         format!("the {ranks} ranks (fingerprint {print:016x}) are of no known family"),
     )
     .why("A tiktoken file holds neither the pattern that splits a text nor the special tokens")
-    .cure(format!(
+    .fix(format!(
         "Put the model's tokenizer.json beside it (transformers' save_pretrained); known are {}",
         names.join(", ")
     ))
@@ -198,7 +198,7 @@ fn unknown(ranks: usize, print: u64) -> Error {
 fn malformed(what: &str) -> Error {
     Error::new(Kind::Tokenizer, "TG-TOKENIZER-016", format!("it is no tiktoken file: {what}"))
         .why("Ids are the ranks that it lists")
-        .cure("Copy the file again from where the model came from")
+        .fix("Copy the file again from where the model came from")
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ const QWEN3_5: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{
 
 /// A text for which transformers 5 gives other ids.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rebuilt {
+pub struct ClassMismatch {
     /// The class that it loads.
     pub class: String,
     /// The text.
@@ -54,7 +54,7 @@ pub struct Rebuilt {
 impl Class {
     /// Returns the class that `AutoTokenizer` loads, if it is known.
     fn loaded(&self, byte_level: bool) -> Option<&str> {
-        if self.has_code {
+        if self.has_remote_code {
             return None;
         }
         let mut rows = TABLE.lines().map(|line| line.split(' ').collect::<Vec<_>>());
@@ -127,7 +127,7 @@ impl Class {
 
 /// Returns a text that shows that transformers 5 would load the tokenizer with other ids. `frame` is the outline of
 /// `json`.
-pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Reference) -> Option<Rebuilt> {
+pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Reference) -> Option<ClassMismatch> {
     let has_byte_level = |part: &str| {
         frame.get(part).is_some_and(|part| values_under(part, "type").iter().any(|kind| **kind == "ByteLevel"))
     };
@@ -156,7 +156,7 @@ pub(super) fn compared(json: &[u8], frame: &Value, class: &Class, inner: &dyn Re
     texts.find_map(|text| {
         let ids = inner.encode(&text, false, false).ok()?.get_ids().to_vec();
         let other = other.encode(&text, false, false).ok()?.get_ids().to_vec();
-        (ids != other).then(|| Rebuilt { class: class.to_owned(), text, ids, other })
+        (ids != other).then(|| ClassMismatch { class: class.to_owned(), text, ids, other })
     })
 }
 

@@ -250,7 +250,7 @@ impl Partial {
         partial
     }
 
-    /// Returns the entries whose bytes begin with `prefix`.
+    /// Returns the entries whose bytes start with `prefix`.
     pub fn beginning_with(&self, prefix: &[u8]) -> impl Iterator<Item = (&[u8], u32)> {
         let start = self.sorted.partition_point(|(bytes, _)| bytes.as_ref() < prefix);
         let entries = self.sorted[start..].iter().take_while(move |(bytes, _)| bytes.starts_with(prefix));
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn entries_that_may_show_the_same_bytes_are_shared() {
-        let vocab = [("ing", 1), ("##ing", 2), ("##ed", 3), ("play", 4), ("at</w>", 5), ("at", 6)];
+        let vocab = [("ing", 1), ("##ing", 2), ("##ed", 3), ("rollout", 4), ("at</w>", 5), ("at", 6)];
         let vocab = vocab.map(|(t, i)| (t.to_owned(), i)).into();
         let mut pieces = Pieces::new(&vocab, Spelling::Other, |_| false).unwrap();
         let shared = |pieces: &Pieces| (0..9).filter(|&id| pieces.is_shared(id)).collect::<Vec<u32>>();
@@ -293,7 +293,7 @@ mod tests {
         assert_eq!(shared(&pieces), [1]);
         pieces.share_marked("", "</w>");
         assert_eq!(shared(&pieces), [1, 6]);
-        pieces.put_added(8, "play");
+        pieces.put_added(8, "rollout");
         assert_eq!(shared(&pieces), [1, 4, 6, 8]);
     }
 
@@ -337,7 +337,7 @@ mod partial_tests {
     #[test]
     fn entries_that_hold_a_part_of_a_character_are_found_by_bytes_and_by_text() {
         // A complete word; two entries with the first two bytes of "日" (E6 97 A5), by themselves and after a space;
-        // its last byte; one that begins inside a character and ends after a complete one; one with an invalid byte
+        // its last byte; one that starts inside a character and ends after a complete one; one with an invalid byte
         // inside.
         let entries: [(u32, &[u8]); 7] = [
             (5, b"day"),

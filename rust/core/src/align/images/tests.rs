@@ -1,9 +1,9 @@
 //! Tests of prompts with images through `align`: which ids belong to images, and which prompts are rejected.
 
-use crate::align::{Aligned, Options, PictureRule, Reason, align};
-use crate::images::{Picture, handles};
+use crate::align::{Aligned, ImageRule, Options, Reason, align};
+use crate::images::{Image, handles};
 use crate::tokenizer::example;
-use crate::trace::{Generation, LogprobKind, Message, Placeholder, Prompt, Tokens, Trace};
+use crate::trace::{Generation, ImagePosition, LogprobKind, Message, Prompt, Tokens, Trace};
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,22 +14,22 @@ const OPEN: u32 = 8;
 const CLOSE: u32 = 9;
 
 /// Images 1 and 2 have the same size and three features each; image 3 has two features.
-fn picture(digest: u8) -> Picture {
+fn picture(digest: u8) -> Image {
     let (width, height) = if digest == 3 { (56, 28) } else { (84, 28) };
-    Picture { digest: [digest; 32], width, height, ..Picture::default() }
+    Image { digest: [digest; 32], width, height, ..Image::default() }
 }
 
-fn rule() -> PictureRule {
+fn rule() -> ImageRule {
     let expansions = HashMap::from([((84, 28), vec![PAD; 3]), ((56, 28), vec![PAD; 2])]);
-    PictureRule { pad: PAD, frames: vec![OPEN, CLOSE], expansions }
+    ImageRule { pad: PAD, frames: vec![OPEN, CLOSE], expansions }
 }
 
-fn shows(pictures: &[u8]) -> Value {
+fn shows(images: &[u8]) -> Value {
     let part = |digest: &u8| {
         let name = format!("blake3:{}", blake3::Hash::from_bytes([*digest; 32]).to_hex());
         json!({"type": "image", "image": name})
     };
-    json!({"role": "user", "content": pictures.iter().map(part).collect::<Vec<_>>()})
+    json!({"role": "user", "content": images.iter().map(part).collect::<Vec<_>>()})
 }
 
 /// Returns one call after messages with these images, with a prompt of these ids, that sampled the given ids.
@@ -47,22 +47,22 @@ fn call(context: &[u32], message: u32, prompt: &[u32], sampled: &[u32]) -> Gener
 
 fn trace(messages: Vec<Value>, generations: Vec<Generation>) -> Vec<Arc<Trace>> {
     let messages: Vec<_> = messages.into_iter().map(|value| Message::new(value, None)).collect();
-    let mut pictures = Vec::new();
+    let mut images = Vec::new();
     for digest in messages.iter().flat_map(|message| handles(&message.value)) {
-        if !pictures.iter().any(|picture: &Picture| picture.digest == digest) {
-            pictures.push(picture(digest[0]));
+        if !images.iter().any(|image: &Image| image.digest == digest) {
+            images.push(picture(digest[0]));
         }
     }
     let conversation = (0..messages.len() as u32).collect();
-    vec![Arc::new(Trace { messages, generations, conversation, pictures, ..Trace::default() })]
+    vec![Arc::new(Trace { messages, generations, conversation, images, ..Trace::default() })]
 }
 
 fn answer() -> Value {
     json!({"role": "assistant"})
 }
 
-fn single_call_trace(pictures: &[u8], prompt: &[u32]) -> Vec<Arc<Trace>> {
-    trace(vec![shows(pictures), answer()], vec![call(&[0], 1, prompt, &[10, 11])])
+fn single_call_trace(images: &[u8], prompt: &[u32]) -> Vec<Arc<Trace>> {
+    trace(vec![shows(images), answer()], vec![call(&[0], 1, prompt, &[10, 11])])
 }
 
 fn aligned(traces: &[Arc<Trace>]) -> Aligned {
@@ -72,13 +72,13 @@ fn aligned(traces: &[Arc<Trace>]) -> Aligned {
 /// Returns for each place of an image the first byte of its digest and the tokens of its features.
 fn places(result: &Aligned) -> Vec<(u8, Vec<i32>)> {
     let mut at = result.images.at.iter().copied();
-    let rows = result.images.picture.iter().zip(&result.images.features);
+    let rows = result.images.image.iter().zip(&result.images.features);
     rows.map(|(&row, &count)| (result.images.digests[row as usize][0], at.by_ref().take(count as usize).collect()))
         .collect()
 }
 
 fn has(result: &Aligned, reason: Reason) -> bool {
-    result.drift.iter().any(|finding| finding.reason == reason)
+    result.mismatches.iter().any(|finding| finding.reason == reason)
 }
 
 fn trained(result: &Aligned) -> Vec<i32> {
@@ -117,10 +117,10 @@ fn ids_that_do_not_match_the_images_leave_the_turn_untrained() {
         (&[1], &[20, 21]),
         (&[3, 1], &[OPEN, PAD, PAD, PAD, CLOSE, OPEN, PAD, PAD, CLOSE]),
     ];
-    for (pictures, prompt) in cases {
-        let result = aligned(&single_call_trace(pictures, prompt));
-        assert!(has(&result, Reason::PictureUnplaced), "{pictures:?} {prompt:?}");
-        assert_eq!((trained(&result), result.images.picture.len()), (vec![], 0), "{pictures:?} {prompt:?}");
+    for (images, prompt) in cases {
+        let result = aligned(&single_call_trace(images, prompt));
+        assert!(has(&result, Reason::PictureUnplaced), "{images:?} {prompt:?}");
+        assert_eq!((trained(&result), result.images.image.len()), (vec![], 0), "{images:?} {prompt:?}");
     }
 }
 
@@ -130,7 +130,7 @@ fn recorded_image_positions_take_precedence_and_must_match_the_ids() {
     let prompt = [OPEN, PAD, PAD, PAD, PAD, PAD, PAD, CLOSE, OPEN, PAD, PAD, PAD, CLOSE];
     let align_with_places = |places: &[(u32, u32)]| {
         let mut generation = call(&[0], 1, &prompt, &[10, 11]);
-        let place = |&(offset, length): &(u32, u32)| Placeholder { offset, length };
+        let place = |&(offset, length): &(u32, u32)| ImagePosition { offset, length };
         generation.placeholders = Some(places.iter().map(place).collect());
         aligned(&trace(vec![shows(&[1, 2]), answer()], vec![generation]))
     };
@@ -151,7 +151,7 @@ fn a_prompt_recorded_before_expansion_is_expanded_and_counted() {
     let result = aligned(&single_call_trace(&[3, 1], &[OPEN, PAD, CLOSE, OPEN, PAD, CLOSE, 20]));
     assert_eq!(places(&result), [(3, vec![1, 2]), (1, vec![5, 6, 7])]);
     assert_eq!(trained(&result), [10, 11]);
-    let finding = result.drift.iter().find(|finding| finding.reason == Reason::PictureExpanded).unwrap();
+    let finding = result.mismatches.iter().find(|finding| finding.reason == Reason::PictureExpanded).unwrap();
     assert_eq!(finding.count, 3);
 }
 

@@ -28,7 +28,7 @@ proptest! {
         let see = |index| see(&tokens, index, false, &TOKENIZER, &mut 0);
         let seen: Vec<_> = (0..pieces.len()).map(see).collect();
         if let Some(ids) = all_by_own_bytes(&tokens, pieces.len(), &TOKENIZER, &mut Lookup::default()) {
-            let expected: Vec<_> = ids.into_iter().map(|id| Ok(Seen::Id(id))).collect();
+            let expected: Vec<_> = ids.into_iter().map(|id| Ok(ShownToken::Id(id))).collect();
             prop_assert_eq!(seen, expected);
         }
     }

@@ -12,14 +12,14 @@ use crate::format::json::diagnose;
 use crate::format::json::object::{Kind, Node, Object};
 use crate::format::json::outline::Outline;
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::sampling::left_out;
+use crate::sampling::omitted;
 use crate::trace::{Message, Prompt, Schemas};
 
 /// Temperature and top-p of a request that omits them: the defaults of the chat completions API.
 pub const API_DEFAULTS: Sampling = Sampling {
     temperature: Some(1.0),
     top_p: Some(1.0),
-    left_out: left_out::TEMPERATURE | left_out::TOP_P | left_out::REQUEST,
+    left_out: omitted::TEMPERATURE | omitted::TOP_P | omitted::REQUEST,
     ..Sampling::UNKNOWN
 };
 
@@ -28,7 +28,7 @@ pub fn decode(record: &mut Object, header: &Header) -> Decoded<Body> {
     if nodes.is_empty() {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-001", "`calls` is empty")
             .why("There is nothing to train on and nothing to align")
-            .cure("Leave the record out, or record its calls"));
+            .fix("Leave the record out, or record its calls"));
     }
     let choice = count(&record.fields, "choice")?;
     let mut log = Log::new(header, choice);
@@ -74,7 +74,7 @@ pub struct Request {
     pub template_kwargs: Fields,
     pub model: Option<String>,
     /// Fields of the request, other than the messages, that affect the prompt.
-    pub asked: Fields,
+    pub prompt_fields: Fields,
     /// `Rendered` if there are messages, else `Unknown`; the sent text or ids if no chat template is used.
     pub prompt: Prompt,
     pub sampling: Sampling,
@@ -158,7 +158,7 @@ impl<'a> Log<'a> {
         let Some(mut generation) = call.entry.generation else {
             return Err(reject(Reason::Contradiction, "TG-FORMAT-002", "the choice says that it was not sampled")
                 .why("A response is what the policy sampled")
-                .cure("Leave the call out"));
+                .fix("Leave the call out"));
         };
         let requested_model = call.request.as_ref().and_then(|request| request.model.clone());
         let model = &mut self.body.model;
@@ -169,8 +169,8 @@ impl<'a> Log<'a> {
                 if generation.prompt == Prompt::Rendered {
                     generation.prompt = request.prompt;
                 }
-                if !request.asked.is_empty() {
-                    generation.request = Some(Box::new(request.asked));
+                if !request.prompt_fields.is_empty() {
+                    generation.request = Some(Box::new(request.prompt_fields));
                 }
                 self.note_scaffold(request.tools, request.template_kwargs);
                 self.history.follow(request.messages)
@@ -206,7 +206,7 @@ impl<'a> Log<'a> {
             let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
             return Err(reject(Reason::Contradiction, "TG-FORMAT-003", what)
                 .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
-                .cure("Record return_token_ids, or write one record for each set of tools")
+                .fix("Record return_token_ids, or write one record for each set of tools")
                 .in_turn(turn));
         }
         if let Some(last) = self.body.generations.last() {
@@ -239,7 +239,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     let nodes = request.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-004", "no `messages`")
             .why("What the policy was asked is not known")
-            .cure("Record the request as it was sent")
+            .fix("Record the request as it was sent")
     })?;
     let mut messages = Vec::with_capacity(nodes.len());
     for (position, node) in nodes.into_iter().enumerate() {
@@ -251,7 +251,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
         tools: tools(request.tools)?,
         template_kwargs,
         model: text(&request.fields, "model")?,
-        asked,
+        prompt_fields: asked,
         prompt: Prompt::Rendered,
         sampling: Sampling::read(&request.fields)?.or(&Sampling::read(&extra)?).or(&Sampling::read(&inner)?),
     })
@@ -267,5 +267,5 @@ pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
 pub fn no_response(what: impl Into<String>) -> Rejection {
     reject(Reason::FailedCall, "TG-FORMAT-005", what)
         .why("There is no generation to read")
-        .cure("Leave out failed calls when recording")
+        .fix("Leave out failed calls when recording")
 }

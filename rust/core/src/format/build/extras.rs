@@ -49,7 +49,7 @@ fn rows_of(rows: u32, shape: &[u32], values: Vec<i32>) -> Option<Extra> {
 fn broken_experts() -> Rejection {
     reject(Reason::WrongType, "TG-FORMAT-006", "`routed_experts` is not the base64 of an integer array of its tokens")
         .why("Replaying other experts than the sampler's would train another model")
-        .cure("Record the field as the server sent it, or leave it out")
+        .fix("Record the field as the server sent it, or leave it out")
 }
 
 /// Reads the tokens that could be sampled at each step: `[[5, 9], [6]]`, or an object with these lists under
@@ -86,7 +86,7 @@ pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
     let spans: Vec<Span> = serde_json::from_value(value).map_err(|error| {
         reject(Reason::WrongType, "TG-FORMAT-007", format!("`weight_versions`: {error}"))
             .why("Which policy sampled which token is not known")
-            .cure("Record the field as the server sent it, or leave it out")
+            .fix("Record the field as the server sent it, or leave it out")
     })?;
     let span = |span: Span| VersionSpan { start: span.start, end: span.end, version: version(&span.version) };
     Ok(spans.into_iter().map(span).collect())

@@ -9,7 +9,7 @@
 
 use super::tokens;
 use crate::format::fields::{Fields, Sampling, get, number, present, stop_under, text};
-use crate::format::json::object::{Node, Numbers, Object, describe};
+use crate::format::json::object::{Node, Object, TokenLists, describe};
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
 use crate::images::holds;
 use crate::trace::{Generation, Message, Prompt, Stop};
@@ -21,7 +21,7 @@ pub struct Entry {
     /// The generation. The caller sets its fields `message` and `context`.
     pub generation: Option<Generation>,
     /// The fields of the entry's `generation` object.
-    pub placing: Fields,
+    pub generation_fields: Fields,
     /// Number of ignored choices of a response.
     pub unused_choices: u32,
 }
@@ -29,7 +29,7 @@ pub struct Entry {
 impl Entry {
     /// Creates an entry for a message that the policy sampled, for a reader of a producer's own format.
     pub fn sampled(message: Message, generation: Generation, unused_choices: u32) -> Self {
-        Self { message, generation: Some(generation), placing: Fields::new(), unused_choices }
+        Self { message, generation: Some(generation), generation_fields: Fields::new(), unused_choices }
     }
 
     /// Reads an entry. `outer` contains the record's sampling parameters.
@@ -54,7 +54,7 @@ impl Entry {
         }
         let generation =
             sampled.then(|| generation_of(&[&placing, &item.fields], numbers, outer, &placing)).transpose()?;
-        Ok(Self { message: message_of(item.fields)?, generation, placing, unused_choices: 0 })
+        Ok(Self { message: message_of(item.fields)?, generation, generation_fields: placing, unused_choices: 0 })
     }
 
     /// Reads one choice of a response: number `choice`, or the first if that is `None`.
@@ -63,7 +63,7 @@ impl Entry {
         let total = choices.len();
         let mut picked = pick(choices, choice)?;
         let prompt = response.numbers.prompt_token_ids.take();
-        picked.numbers = picked.numbers.or(Numbers { prompt_token_ids: prompt, ..Numbers::default() });
+        picked.numbers = picked.numbers.or(TokenLists { prompt_token_ids: prompt, ..TokenLists::default() });
         let index = get(&picked.fields, "index").and_then(Value::as_u64).unwrap_or(0) as usize;
         tokens::gather(&mut picked.numbers, &response.fields)?;
         tokens::gather_sglext(&mut picked.numbers, &response.fields, index)?;
@@ -83,7 +83,7 @@ impl Entry {
         let Some(mut inner) = choice.take_object("message")? else {
             return Err(reject(Reason::Incomplete, "TG-FORMAT-008", "a choice has no `message`")
                 .why("What the policy said is not known")
-                .cure("Record the choice as the chat endpoint returned it"));
+                .fix("Record the choice as the chat endpoint returned it"));
         };
         let mut numbers = choice.numbers.or(std::mem::take(&mut inner.numbers));
         tokens::gather(&mut numbers, &choice.fields)?;
@@ -93,7 +93,12 @@ impl Entry {
         let mut message = message_of(inner.fields)?;
         message.reward = message.reward.or(number(&choice.fields, "reward")?.map(|reward| reward as f32));
         let sampled = !declined(&choice.fields);
-        Ok(Self { message, generation: sampled.then_some(generation), placing: Fields::new(), unused_choices: 0 })
+        Ok(Self {
+            message,
+            generation: sampled.then_some(generation),
+            generation_fields: Fields::new(),
+            unused_choices: 0,
+        })
     }
 }
 
@@ -101,7 +106,7 @@ impl Entry {
 pub fn streamed() -> Rejection {
     reject(Reason::UnknownForm, "TG-FORMAT-009", "a chunk of a streamed response")
         .why("A generation is read from the whole response")
-        .cure("Record the assembled response, or turn streaming off while recording")
+        .fix("Record the assembled response, or turn streaming off while recording")
 }
 
 fn pick(choices: Vec<Node>, choice_number: Option<i32>) -> Decoded<Object> {
@@ -126,7 +131,7 @@ pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
     let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
     reject(reason, "TG-FORMAT-010", format!("choice {wanted} is asked for but the response has {total} {what}"))
         .why("There is no generation to read")
-        .cure("Leave out failed calls when recording, and name an existing choice")
+        .fix("Leave out failed calls when recording, and name an existing choice")
 }
 
 fn role(fields: &Fields) -> Option<&str> {
@@ -140,7 +145,7 @@ fn declined(fields: &Fields) -> bool {
 }
 
 /// Creates the generation from fields and token lists. The first of `fields` with a value is used.
-fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, sampling: &Fields) -> Decoded<Generation> {
+fn generation_of(fields: &[&Fields], numbers: TokenLists, outer: &Sampling, sampling: &Fields) -> Decoded<Generation> {
     let mut numbers = numbers;
     let prompt = numbers.prompt_token_ids.take().map_or(Prompt::Rendered, Prompt::Ids);
     let first = |key| fields.iter().copied().find(|fields| present(fields, key).is_some());
@@ -152,7 +157,7 @@ fn generation_of(fields: &[&Fields], numbers: Numbers, outer: &Sampling, samplin
         prompt,
         tokens: numbers.into_tokens()?,
         finish_reason: finish.map(|raw| common(&raw).to_owned()),
-        stop: stop.map_or(Ok(Stop::Unsaid), |(key, fields)| stop_under(fields, key))?,
+        stop: stop.map_or(Ok(Stop::Unknown), |(key, fields)| stop_under(fields, key))?,
         cumulative_logprob: first("cumulative_logprob")
             .map_or(Ok(None), |fields| number(fields, "cumulative_logprob"))?,
         ..sampling.generation()
@@ -212,7 +217,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
             let what = format!("`content` is {}, not a string", describe(other));
             return Err(reject(Reason::WrongType, "TG-FORMAT-013", what)
                 .why("The text of the message is not known")
-                .cure("Write content as a string, or as a list of parts"));
+                .fix("Write content as a string, or as a list of parts"));
         }
     }
     match get(fields, "tool_calls") {
@@ -277,9 +282,9 @@ pub fn fill(messages: &mut [Message], images: &Value) -> bool {
 
 /// Extracts the images that were put into a message, and keeps those that it had.
 fn renew(message: &mut Message) {
-    let pictures = std::mem::take(&mut message.pictures);
+    let images = std::mem::take(&mut message.images);
     *message = Message::new(message.value.take(), message.reward);
-    message.pictures.extend(pictures);
+    message.images.extend(images);
 }
 
 /// Converts an entry of a list of images to a part. It may be a data URL, base64, or `{"bytes": base64}` as in Arrow's
@@ -331,7 +336,7 @@ mod images_tests {
         assert!(fill(&mut placed, &two));
         let found: Vec<_> = placed.iter().map(|message| handles(&message.value)).collect();
         assert_eq!(found, [vec![digests[0]], vec![digests[1]]]);
-        assert_eq!(placed[1].pictures[0].width, 6);
+        assert_eq!(placed[1].images[0].width, 6);
 
         let mut text = vec![plain("system", "s"), plain("user", "x"), plain("user", "y")];
         assert!(fill(&mut text, &two));

@@ -81,6 +81,6 @@ impl Budget {
         let what = format!("the prompts of its generations hold more than {MOST_COPIES} items together");
         Err(reject(Reason::TooLong, "TG-FORMAT-015", what)
             .why("Each generation is kept with all that it was sampled after, which would not fit in memory")
-            .cure("Write a record for each branch of the trajectory"))
+            .fix("Write a record for each branch of the trajectory"))
     }
 }

@@ -8,7 +8,7 @@
 use super::extras;
 use crate::findings::Reason;
 use crate::format::fields::{Fields, get};
-use crate::format::json::object::{Numbers, no_id};
+use crate::format::json::object::{TokenLists, no_id};
 use crate::format::rejection::{Decoded, not_a_trace};
 use crate::format::token_list::{ID_COMPLAINT, Id};
 use crate::server::Server;
@@ -28,7 +28,7 @@ fn fill(ids: &mut Option<Vec<u32>>, value: Option<&Value>) -> Decoded<()> {
 }
 
 /// Fills missing token lists from the keys to which client libraries move them.
-pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
+pub fn gather(numbers: &mut TokenLists, fields: &Fields) -> Decoded<()> {
     for wrapper in ["provider_specific_fields", "model_extra"] {
         let Some(Value::Object(inner)) = get(fields, wrapper) else { continue };
         fill(&mut numbers.token_ids, inner.get("token_ids"))?;
@@ -38,7 +38,7 @@ pub fn gather(numbers: &mut Numbers, fields: &Fields) -> Decoded<()> {
 }
 
 /// Fills missing token lists from SGLang's extension of a response, for the choice at `index`.
-pub fn gather_sglext(numbers: &mut Numbers, fields: &Fields, index: usize) -> Decoded<()> {
+pub fn gather_sglext(numbers: &mut TokenLists, fields: &Fields, index: usize) -> Decoded<()> {
     let Some(extension) = get(fields, "sglext") else { return Ok(()) };
     fill(&mut numbers.prompt_token_ids, extension.get("input_ids"))?;
     fill(&mut numbers.token_ids, extension.get("output_ids").and_then(|lists| lists.get(index)))

@@ -22,7 +22,7 @@ pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
         return Ok(object);
     }
     check_depth(text)?;
-    match slowly(text, kind)? {
+    match parse_generic(text, kind)? {
         Node::Object(object) => Ok(*object),
         Node::List(_) => Err(not_an_object("a list")),
         Node::Other(value) => Err(not_an_object(describe(&value))),
@@ -30,7 +30,7 @@ pub fn parse(record: &[u8], is_sign: fn(&str) -> bool) -> Decoded<Object> {
 }
 
 /// Parses a record without the fast scanner.
-pub(super) fn slowly(text: &str, kind: Kind) -> Decoded<Node> {
+pub(super) fn parse_generic(text: &str, kind: Kind) -> Decoded<Node> {
     fallback::read(text, kind).or_else(|fault| match quote_literals(text) {
         Cow::Borrowed(_) => Err(explain(text, &fault)),
         // Python's `json` module writes NaN and Infinity without quotes. They are read as the same words in quotes.
@@ -58,7 +58,7 @@ pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
 fn not_an_object(description: &str) -> Rejection {
     reject(Reason::UnknownForm, "TG-FORMAT-029", format!("the record is {description}, not an object"))
         .why("A trace is one JSON object")
-        .cure("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/trace-format.md for the accepted forms")
 }
 
 /// Returns the text of a record, with quotes added around bare NaN and Infinity.
@@ -95,7 +95,7 @@ fn check_depth(text: &str) -> Decoded<()> {
 fn too_deep(byte: usize) -> Rejection {
     reject(Reason::TooDeep, "TG-FORMAT-030", format!("JSON nested deeper than 128 levels at byte {byte}"))
         .why("A record so deep is not a trace and would exhaust the stack")
-        .cure("Flatten it, or store the nested part as a string")
+        .fix("Flatten it, or store the nested part as a string")
 }
 
 /// Adds quotes around NaN, Infinity and -Infinity outside strings.
@@ -126,7 +126,7 @@ fn quote_literals(text: &str) -> Cow<'_, str> {
     Cow::Owned(quoted)
 }
 
-/// Returns the index after the closing quote of the string that begins at `start`.
+/// Returns the index after the closing quote of the string that starts at `start`.
 fn string_end(bytes: &[u8], start: usize) -> usize {
     let mut at = start + 1;
     while let Some(step) = memchr::memchr2(b'"', b'\\', &bytes[at.min(bytes.len())..]) {
@@ -151,10 +151,10 @@ fn not_utf8(record: &[u8], offset: usize) -> Rejection {
     } else {
         "Write the record as UTF-8"
     };
-    rejection.why("JSON is UTF-8, and a guess would change the text the tokens stand for").cure(cure)
+    rejection.why("JSON is UTF-8, and a guess would change the text the tokens stand for").fix(cure)
 }
 
-/// Turns a fault into a rejection: what is wrong, at which path, why it matters, what to do.
+/// Turns a fault into a rejection: the problem, its path, why it matters, and the fix.
 fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
     let complaint = fault.complaint();
     let byte = byte_offset(text, fault);
@@ -163,22 +163,22 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
             let place = if fault.path().is_empty() { String::new() } else { format!("{}: ", fault.path()) };
             reject(fault.reason(), "TG-FORMAT-083", format!("{place}{complaint}"))
                 .why("The token lists of a record must be what they are named for")
-                .cure("See docs/trace-format.md for the accepted forms")
+                .fix("See docs/trace-format.md for the accepted forms")
         }
         _ if complaint.contains("recursion limit") => too_deep(byte),
         _ if complaint.contains("surrogate") || complaint.contains("end of hex escape") => {
             reject(Reason::LoneSurrogate, "TG-FORMAT-032", format!("a lone surrogate escape before byte {byte}"))
                 .why("It is half of a character: no UTF-8 text has it, so no tokenizer saw it")
-                .cure("Record whole characters, or write U+FFFD where the text was cut")
+                .fix("Record whole characters, or write U+FFFD where the text was cut")
         }
         Category::Eof => {
             reject(Reason::NotJson, "TG-FORMAT-033", format!("not JSON: the record ends too early, at byte {byte}"))
                 .why("The line was cut, or a string holds a raw line break")
-                .cure("Write the record again, one whole JSON object a line")
+                .fix("Write the record again, one whole JSON object a line")
         }
         _ => reject(Reason::NotJson, "TG-FORMAT-034", format!("not JSON: {complaint} at byte {byte}"))
             .why("The record cannot be read")
-            .cure("Write one whole JSON object a line"),
+            .fix("Write one whole JSON object a line"),
     };
     of_trace(rejection, text)
 }
@@ -203,7 +203,7 @@ fn id_before_failure(text: &str) -> Option<String> {
     match json_number::parse(id.get()).ok()? {
         Value::String(id) => Some(id),
         Value::Number(id) => Some(id.to_string()),
-        other => json_number::text(&other).map(str::to_owned),
+        other => json_number::digits_of(&other).map(str::to_owned),
     }
 }
 

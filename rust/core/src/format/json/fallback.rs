@@ -56,7 +56,7 @@ fn member<'a>(object: &mut Object, kind: Kind, key: &str, raw: &'a RawValue) -> 
         Slot::Keep => {
             object.fields.insert(key.to_owned(), value(raw)?);
         }
-        Slot::Sign => object.signed = true,
+        Slot::Sign => object.has_sign = true,
         Slot::Skip => {}
     }
     Ok(())
@@ -241,10 +241,10 @@ impl<'a> Fault<'a> {
         Self { path: String::new(), text: raw.get(), error: de::Error::custom(message) }
     }
 
-    /// Creates a fault for a value of another type than `wanted`.
-    pub fn expected(raw: &'a RawValue, wanted: &str) -> Self {
+    /// Creates a fault for a value of another type than `expected`.
+    pub fn expected(raw: &'a RawValue, expected: &str) -> Self {
         let error =
-            serde_json::from_str::<Scalar>(raw.get()).map_or_else(|error| error, |scalar| scalar.refused(wanted));
+            serde_json::from_str::<Scalar>(raw.get()).map_or_else(|error| error, |scalar| scalar.refused(expected));
         Self { path: String::new(), text: raw.get(), error }
     }
 
@@ -281,10 +281,10 @@ pub fn value(raw: &RawValue) -> Read<'_, Value> {
     json_number::parse(text).map_err(|error| Fault { path: String::new(), text, error })
 }
 
-/// Reads the items of a list one by one. `wanted` is the name of such a list in errors.
-pub fn each<'a>(raw: &'a RawValue, wanted: &str, mut read: impl FnMut(&'a RawValue) -> Read<'a, ()>) -> Read<'a, ()> {
+/// Reads the items of a list one by one. `expected` is the name of such a list in errors.
+pub fn each<'a>(raw: &'a RawValue, expected: &str, mut read: impl FnMut(&'a RawValue) -> Read<'a, ()>) -> Read<'a, ()> {
     if Shape::of(raw) != Shape::List {
-        return Err(Fault::expected(raw, wanted));
+        return Err(Fault::expected(raw, expected));
     }
     for (index, item) in parse::<Vec<&RawValue>>(raw.get())?.into_iter().enumerate() {
         read(item).map_err(|fault| Fault { path: format!("[{index}]{}", fault.path), ..fault })?;

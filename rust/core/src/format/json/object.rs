@@ -112,7 +112,7 @@ const STRAY_KEYS: [&str; 3] = ["sglext", "provider_specific_fields", "model_extr
 
 /// Token lists of an object. Those that most objects lack are boxed, because objects are moved.
 #[derive(Debug, Default)]
-pub struct Numbers {
+pub struct TokenLists {
     pub logprobs: Option<Box<Tokens>>,
     pub token_ids: Option<Vec<u32>>,
     pub prompt_token_ids: Option<Vec<u32>>,
@@ -120,7 +120,7 @@ pub struct Numbers {
     pub bytes: Option<Box<Pieces>>,
 }
 
-impl Numbers {
+impl TokenLists {
     /// Creates the lists of sampled tokens of a server. `token_ids` are given if the server lists ids separately.
     pub fn listed(logprobs: Option<Tokens>, token_ids: Option<Vec<u32>>) -> Self {
         Self { logprobs: logprobs.map(Box::new), token_ids, ..Self::default() }
@@ -159,7 +159,7 @@ impl Numbers {
 pub fn no_id(what: String) -> Rejection {
     reject(Reason::IdOutOfRange, "TG-FORMAT-035", what)
         .why("No vocabulary has it")
-        .cure("Store the response as the server sent it")
+        .fix("Store the response as the server sent it")
 }
 
 fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
@@ -167,7 +167,7 @@ fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
     let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed_ids[index]);
     reject(Reason::Contradiction, "TG-FORMAT-036", what)
         .why("Which of the two was sampled cannot be known")
-        .cure("Store the response as the server sent it")
+        .fix("Store the response as the server sent it")
 }
 
 /// A JSON object with typed token lists.
@@ -175,12 +175,12 @@ fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
 pub struct Object {
     /// All values that are neither token lists nor nested objects.
     pub fields: Map<String, Value>,
-    pub numbers: Numbers,
+    pub numbers: TokenLists,
     /// Tool schemas, or the value recorded in their place.
     pub tools: Option<Schemas>,
     nested: Vec<(&'static str, Node)>,
     /// Whether the object has a key that may be that of a producer's own format.
-    pub signed: bool,
+    pub has_sign: bool,
 }
 
 impl Object {
@@ -204,13 +204,13 @@ impl Object {
     }
 
     /// Returns whether every response of the object, including those of its calls, is a chat completion.
-    pub fn speaks_chat(&self) -> bool {
+    pub fn is_chat_completion(&self) -> bool {
         self.nested.iter().all(|(name, node)| match (*name, node) {
             ("calls", Node::List(calls)) => calls.iter().all(|call| match call {
-                Node::Object(call) => call.speaks_chat(),
+                Node::Object(call) => call.is_chat_completion(),
                 _ => true,
             }),
-            ("response", Node::Object(response)) => response.has_list("choices") && response.speaks_chat(),
+            ("response", Node::Object(response)) => response.has_list("choices") && response.is_chat_completion(),
             ("response", Node::List(_)) => false,
             ("response", Node::Other(value)) => !value.is_string(),
             ("choices", Node::List(choices)) => choices.iter().all(|choice| match choice {
@@ -277,7 +277,7 @@ pub fn describe(value: &Value) -> &'static str {
         Value::Number(_) => "a number",
         Value::String(_) => "a string",
         Value::Array(_) => "a list",
-        other if json_number::text(other).is_some() => "a number",
+        other if json_number::digits_of(other).is_some() => "a number",
         Value::Object(_) => "an object",
     }
 }

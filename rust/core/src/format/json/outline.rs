@@ -45,7 +45,7 @@ impl<'a> Outline<'a> {
     }
 
     /// Returns whether a key occurs, including with the value null.
-    pub fn names(&self, key: &str) -> bool {
+    pub fn has_key(&self, key: &str) -> bool {
         self.members.iter().any(|(name, _)| name == key)
     }
 
@@ -151,5 +151,5 @@ pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
 fn complaint(fault: &Fault<'_>) -> Rejection {
     reject(fault.reason(), "TG-FORMAT-084", fault.complaint())
         .why("The values of a record must be what they are named for")
-        .cure("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/trace-format.md for the accepted forms")
 }

@@ -5,7 +5,7 @@
 //! becomes reasoning, `tool_use` a tool call, `tool_result` a tool message.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
+    API_DEFAULTS, CallContext, Decoded, Entry, Form, Outline, Reason, Request, Server, Shape, finish_under, reject,
     sampling_of, stop_under,
 };
 use super::messages;
@@ -15,18 +15,18 @@ use crate::trace::{LogprobKind, Message, Note};
 use serde_json::{Value, json};
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "anthropic", sign: "it is a `message` with content blocks and `stop_reason`" },
+    form: Form { name: "anthropic", reason: "it is a `message` with content blocks and `stop_reason`" },
     signs: &["stop_sequence", "stop_reason", "content"],
-    knows: |response| {
-        response.is("content", Shape::List) && response.names("stop_reason") && response.is("role", Shape::Text)
+    recognizes: |response| {
+        response.is("content", Shape::List) && response.has_key("stop_reason") && response.is("role", Shape::Text)
     },
     answer,
     request,
     defaults: API_DEFAULTS,
 };
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let mut generation = context.generation(LogprobKind::Unknown);
     generation.finish_reason = finish_under(response, "stop_reason")?;
     generation.stop = stop_under(response, "stop_sequence")?;
     let usage = response.object("usage")?.unwrap_or_default();
@@ -52,7 +52,7 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
                 "`content` is neither a string nor a list of blocks",
             )
             .why("The text of the message is not known")
-            .cure("Store the message as the API has it"));
+            .fix("Store the message as the API has it"));
         }
     };
     let (mut said, mut thinking) = (messages::Content::default(), String::new());

@@ -1,43 +1,43 @@
 //! Legacy completions: `{"choices": [{"text", "logprobs": {"tokens", "token_logprobs", "text_offset"}}]}`.
 //!
 //! Source: openai `types/completion.py`, vLLM `completion/serving.py`, Together and Fireworks SDKs. With `echo` the
-//! list begins with the prompt, whose first logprob is null; the reader removes that part. If a server stops at a stop
+//! list starts with the prompt, whose first logprob is null; the reader removes that part. If a server stops at a stop
 //! string, its list may continue after it; these tokens are kept and reported. vLLM adds `token_ids` and
 //! `prompt_token_ids`.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
+    API_DEFAULTS, CallContext, Decoded, Entry, Form, Outline, Reason, Rejection, Request, Server, Shape, either,
     finish_under, note, reject, sampling_of, spoken, stop_under,
 };
 use crate::findings;
-use crate::format::json::object::Numbers;
+use crate::format::json::object::TokenLists;
 use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens};
 use serde::Deserialize;
 use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "completions", sign: "its `choices` have `text`" },
+    form: Form { name: "completions", reason: "its `choices` have `text`" },
     signs: &["choices"],
-    knows: |response| {
+    recognizes: |response| {
         let first = response.first_of("choices");
-        first.is_some_and(|choice| choice.names("text") && !choice.has("message") && !choice.has("delta"))
+        first.is_some_and(|choice| choice.has_key("text") && !choice.has("message") && !choice.has("delta"))
     },
     answer,
     request,
     defaults: API_DEFAULTS,
 };
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let (choice, unused) = context.pick(response.objects("choices")?, "choices")?;
+    let mut generation = context.generation(LogprobKind::Unknown);
     let mut text = choice.text("text")?.unwrap_or_default();
     let listed = choice.logprobs("logprobs")?;
-    let sent = sent_prompt(asked, &choice)?;
+    let sent = sent_prompt(context, &choice)?;
     let reported = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
     generation.prompt = reported.map_or_else(|| sent.clone(), Prompt::Ids);
     let ids = choice.ids("token_ids")?;
     let tokens = match listed {
-        Some(listed) if echoes(asked, &listed)? => {
+        Some(listed) if echoes(context, &listed)? => {
             let echo = Echo { listed: &listed, ids: ids.as_deref(), prompt: &generation.prompt };
             let start = echo.length(response, &choice)?;
             text = echo.completion(&text, &sent, start, &choice)?;
@@ -45,10 +45,10 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         }
         listed => listed,
     };
-    generation.tokens = Numbers::listed(tokens, ids).into_tokens()?;
+    generation.tokens = TokenLists::listed(tokens, ids).into_tokens()?;
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.stop = stop_under(&choice, "stop_reason")?;
-    note_past_stop(&mut generation, &text, asked)?;
+    note_past_stop(&mut generation, &text, context)?;
     generation.text = Some(text.clone());
     Ok(Entry::sampled(spoken(&text), generation, unused))
 }
@@ -64,9 +64,9 @@ enum Sent {
 }
 
 /// Returns the prompt of a choice. Each prompt of a request has `n` choices.
-fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
-    let choices_per_prompt = asked.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
-    let prompts = asked.request.map_or(Ok(None), |request| request.typed("prompt"))?;
+fn sent_prompt(context: &CallContext<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
+    let choices_per_prompt = context.request.map_or(Ok(None), |request| request.count("n"))?.unwrap_or(1).max(1);
+    let prompts = context.request.map_or(Ok(None), |request| request.typed("prompt"))?;
     let at = (choice.count("index")?.unwrap_or(0) / choices_per_prompt) as usize;
     Ok(match prompts {
         Some(Sent::Text(text)) => Prompt::Text(text),
@@ -77,17 +77,17 @@ fn sent_prompt(asked: &Asked<'_>, choice: &Outline<'_>) -> Decoded<Prompt> {
     })
 }
 
-/// Returns whether the list begins with the prompt: if the request contains `echo`, or, without a request, if only its
+/// Returns whether the list starts with the prompt: if the request contains `echo`, or, without a request, if only its
 /// first logprob is null.
-fn echoes(asked: &Asked<'_>, listed: &Tokens) -> Decoded<bool> {
-    match asked.request {
+fn echoes(context: &CallContext<'_>, listed: &Tokens) -> Decoded<bool> {
+    match context.request {
         Some(request) => Ok(request.value("echo")? == Some(Value::Bool(true))),
         None => Ok(listed.logprobs.as_ref().and_then(|values| values.first()).is_some_and(|value| value.is_nan())
             && listed.missing == 1),
     }
 }
 
-/// A token list that begins with the prompt.
+/// A token list that starts with the prompt.
 struct Echo<'a> {
     listed: &'a Tokens,
     ids: Option<&'a [u32]>,
@@ -173,11 +173,11 @@ fn unknown_echo() -> Rejection {
         "the token list begins with the prompt, and where that ends is not known",
     )
     .why("Tokens of the prompt would be trained as if they were sampled")
-    .cure("Record the request beside the response, or turn `echo` off")
+    .fix("Record the request beside the response, or turn `echo` off")
 }
 
 /// Reports tokens after the text: a stop string, and tokens that the server sampled after it.
-fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) -> Decoded<()> {
+fn note_past_stop(generation: &mut Generation, text: &str, context: &CallContext<'_>) -> Decoded<()> {
     let tokens = &generation.tokens;
     let Some(texts) = tokens.texts.as_ref().filter(|_| tokens.ids.is_none()) else { return Ok(()) };
     if generation.finish_reason.as_deref() != Some("stop") || texts.known.contains(&false) {
@@ -188,21 +188,21 @@ fn note_past_stop(generation: &mut Generation, text: &str, asked: &Asked<'_>) ->
     if rest.is_empty() || !texts.data.starts_with(text.as_bytes()) {
         return Ok(());
     }
-    let stops = stop_strings(asked)?;
+    let stops = stop_strings(context)?;
     let matched = stops.into_iter().find(|stop| rest.starts_with(stop.as_bytes()));
     let extra_tokens = texts.len() - token_count;
-    if generation.stop == Stop::Unsaid && (matched.is_some() || extra_tokens > 1) {
+    if generation.stop == Stop::Unknown && (matched.is_some() || extra_tokens > 1) {
         let total = texts.len();
         let detail =
             format!("the text ends after {token_count} of {total} listed tokens; the others run past the stop");
         generation.notes.push(note(findings::Reason::StopStringTruncated, extra_tokens, detail));
-        generation.stop = matched.map_or(Stop::Unsaid, Stop::Text);
+        generation.stop = matched.map_or(Stop::Unknown, Stop::Text);
     }
     Ok(())
 }
 
-fn stop_strings(asked: &Asked<'_>) -> Decoded<Vec<String>> {
-    let stop = asked.request.map_or(Ok(None), |request| request.value("stop"))?;
+fn stop_strings(context: &CallContext<'_>) -> Decoded<Vec<String>> {
+    let stop = context.request.map_or(Ok(None), |request| request.value("stop"))?;
     Ok(match stop {
         Some(Value::String(text)) => vec![text],
         Some(Value::Array(list)) => {

@@ -8,19 +8,19 @@
 
 use super::completions;
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
     either, finish_under, spoken,
 };
 use crate::format::build::calls::chat_request;
 use crate::format::build::message::message_of;
-use crate::format::json::object::Numbers;
+use crate::format::json::object::TokenLists;
 use crate::trace::{LogprobKind, Prompt, Tokens};
 use serde::Deserialize;
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "fireworks", sign: "its `choices` have `raw_output`" },
+    form: Form { name: "fireworks", reason: "its `choices` have `raw_output`" },
     signs: &["choices"],
-    knows: |response| {
+    recognizes: |response| {
         response.objects("choices").unwrap_or_default().iter().any(|choice| choice.is("raw_output", Shape::Object))
     },
     answer,
@@ -39,13 +39,13 @@ struct Listed {
     sampling_logprob: Option<Reading>,
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let (choice, unused) = context.pick(response.objects("choices")?, "choices")?;
     let raw = choice.object("raw_output")?.unwrap_or_default();
     let (tokens, kind) = tokens(&raw, &choice)?;
-    let mut generation = asked.generation(kind);
+    let mut generation = context.generation(kind);
     let token_ids = either(raw.ids("completion_token_ids")?, || choice.ids("token_ids"))?;
-    generation.tokens = Numbers::listed(tokens, token_ids).into_tokens()?;
+    generation.tokens = TokenLists::listed(tokens, token_ids).into_tokens()?;
     let prompt = either(raw.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
     generation.prompt = prompt.map_or(Prompt::Rendered, Prompt::Ids);
     generation.finish_reason = finish_under(&choice, "finish_reason")?;

@@ -5,7 +5,7 @@
 //! a closed tokenizer. The kind of the logprobs is not documented.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText,
     either, finish_under, sampling_of,
 };
 use super::messages;
@@ -15,11 +15,11 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "gemini", sign: "its `candidates` have `content`" },
+    form: Form { name: "gemini", reason: "its `candidates` have `content`" },
     signs: &["candidates"],
-    knows: |response| {
+    recognizes: |response| {
         response.first_of("candidates").is_some_and(|candidate| {
-            candidate.is("content", Shape::Object) || candidate.names(&key(&candidate, "finishReason"))
+            candidate.is("content", Shape::Object) || candidate.has_key(&key(&candidate, "finishReason"))
         })
     },
     answer,
@@ -57,9 +57,9 @@ struct Chosen {
     logprob: Option<Reading>,
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let (candidate, unused) = asked.pick(response.objects("candidates")?, "candidates")?;
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let (candidate, unused) = context.pick(response.objects("candidates")?, "candidates")?;
+    let mut generation = context.generation(LogprobKind::Unknown);
     generation.tokens = tokens(&candidate)?;
     generation.finish_reason = finish_under(&candidate, &key(&candidate, "finishReason"))?;
     let content = candidate.value("content")?.unwrap_or_default();

@@ -16,11 +16,11 @@ use serde_json::Value;
 /// The response format of one server.
 pub struct Server {
     pub form: Form,
-    /// Keys of a response. `knows` is called only if one of them exists.
+    /// Keys of a response. `recognizes` is called only if one of them exists.
     pub signs: &'static [&'static str],
-    pub knows: fn(&Outline<'_>) -> bool,
+    pub recognizes: fn(&Outline<'_>) -> bool,
     /// Reads the response as a message and its generation.
-    pub answer: fn(&Outline<'_>, &Asked<'_>) -> Decoded<Entry>,
+    pub answer: fn(&Outline<'_>, &CallContext<'_>) -> Decoded<Entry>,
     /// Reads the request of the call.
     pub request: fn(&Outline<'_>) -> Decoded<Request>,
     /// Temperature and top-p of a request that omits them.
@@ -28,14 +28,14 @@ pub struct Server {
 }
 
 /// The data of a call that is available before its response is read.
-pub struct Asked<'a> {
+pub struct CallContext<'a> {
     /// Number of the choice that was used, if the record contains it.
     pub choice: Option<i32>,
     pub sampling: &'a Sampling,
     pub request: Option<&'a Outline<'a>>,
 }
 
-impl Asked<'_> {
+impl CallContext<'_> {
     /// Returns a generation with these sampling parameters. `kind` is the server's kind of logprobs, if the record
     /// contains none.
     pub fn generation(&self, kind: LogprobKind) -> Generation {
@@ -77,13 +77,13 @@ pub fn prompt_of(ids: Option<Vec<u32>>, text: Option<String>) -> Prompt {
 pub fn stop_under(outline: &Outline<'_>, key: &str) -> Decoded<Stop> {
     Ok(match outline.value(key)? {
         Some(Value::String(text)) => Stop::Text(text),
-        value => value.as_ref().map_or(Stop::Unsaid, stop_id),
+        value => value.as_ref().map_or(Stop::Unknown, stop_id),
     })
 }
 
 /// Returns the stop token with the id in `value`.
 pub fn stop_id(value: &Value) -> Stop {
-    value.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unsaid, Stop::Id)
+    value.as_u64().and_then(|id| u32::try_from(id).ok()).map_or(Stop::Unknown, Stop::Id)
 }
 
 /// Returns the finish reason under a key, by its common name.

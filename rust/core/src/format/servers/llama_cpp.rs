@@ -7,7 +7,7 @@
 //! stop words but contains the end token.
 
 use super::interface::{
-    Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
+    CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Request, Server, Shape, TokenText, sampling_of,
     sampling_under, spoken,
 };
 use crate::findings;
@@ -20,10 +20,10 @@ use serde_json::Value;
 pub(super) const SERVER: Server = Server {
     form: Form {
         name: "llama_cpp",
-        sign: "it has `content` and `completion_probabilities`, `stop_type` or `tokens_predicted`",
+        reason: "it has `content` and `completion_probabilities`, `stop_type` or `tokens_predicted`",
     },
     signs: &["completion_probabilities", "stop_type", "tokens_predicted", "probs"],
-    knows: |response| {
+    recognizes: |response| {
         let keys = ["completion_probabilities", "stop_type", "tokens_predicted", "probs"];
         response.is("content", Shape::Text) && keys.iter().any(|key| response.has(key))
     },
@@ -69,7 +69,7 @@ impl Listed {
     }
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let text = response.text("content")?.unwrap_or_default();
     let key = if response.has("completion_probabilities") { "completion_probabilities" } else { "probs" };
     let entries = response.typed::<Vec<Listed>>(key)?.unwrap_or_default();
@@ -81,7 +81,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         listing.push(entry.id.map(|id| id.0), reading, text, entry.bytes.as_deref());
     }
     let kind = if probabilities > 0 { LogprobKind::Processed } else { LogprobKind::Raw };
-    let mut generation = asked.generation(kind);
+    let mut generation = context.generation(kind);
     generation.tokens = listing.into_tokens();
     if generation.tokens.ids.is_none() {
         let count = generation.tokens.len();
@@ -116,7 +116,7 @@ fn finish_of(response: &Outline<'_>, generation: &mut Generation) -> Decoded<()>
         None => None,
     };
     generation.finish_reason = kind.map(|kind| message::common(&kind).to_owned());
-    generation.stop = word.map_or(Stop::Unsaid, Stop::Text);
+    generation.stop = word.map_or(Stop::Unknown, Stop::Text);
     Ok(())
 }
 

@@ -6,7 +6,7 @@
 //! documented. `context` is not read, because it does not show which of its ids were sampled.
 
 use super::interface::{
-    Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
+    CallContext, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
 };
 use crate::findings;
 use crate::format::build::calls::chat_request;
@@ -16,9 +16,9 @@ use crate::trace::{Generation, LogprobKind, Note, Pieces, Prompt};
 use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "ollama", sign: "it has `done` beside `response` or `message`" },
+    form: Form { name: "ollama", reason: "it has `done` beside `response` or `message`" },
     signs: &["done", "done_reason"],
-    knows: |response| {
+    recognizes: |response| {
         let has_answer = response.is("response", Shape::Text) || response.is("message", Shape::Object);
         response.is("done", Shape::Bool) && has_answer
     },
@@ -30,8 +30,8 @@ pub(super) const SERVER: Server = Server {
 /// The bytes that Ollama reports for a part of a character.
 const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let mut generation = context.generation(LogprobKind::Unknown);
     generation.tokens = response.logprobs("logprobs")?.unwrap_or_default();
     drop_replacement_bytes(&mut generation);
     generation.finish_reason = finish_under(response, "done_reason")?;

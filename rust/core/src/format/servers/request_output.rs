@@ -7,7 +7,7 @@
 //! option of the engine that the object does not contain.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
     TokenText, finish_under, prompt_of, reject, sampling_under, spoken, stop_under,
 };
 use crate::findings;
@@ -18,9 +18,9 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 
 pub(super) const VLLM: Server = Server {
-    form: Form { name: "vllm_offline", sign: "its `outputs` have `token_ids`" },
+    form: Form { name: "vllm_offline", reason: "its `outputs` have `token_ids`" },
     signs: &["outputs"],
-    knows: |response| first_output(response).is_some(),
+    recognizes: |response| first_output(response).is_some(),
     answer,
     request,
     defaults: API_DEFAULTS,
@@ -29,12 +29,12 @@ pub(super) const VLLM: Server = Server {
 pub(super) const TENSORRT_LLM: Server = Server {
     form: Form {
         name: "tensorrt_llm",
-        sign: "its `outputs` have `token_ids` and `generation_logits` or `disaggregated_params`",
+        reason: "its `outputs` have `token_ids` and `generation_logits` or `disaggregated_params`",
     },
     signs: &["outputs"],
-    knows: |response| {
+    recognizes: |response| {
         first_output(response)
-            .is_some_and(|output| output.names("generation_logits") || output.names("disaggregated_params"))
+            .is_some_and(|output| output.has_key("generation_logits") || output.has_key("disaggregated_params"))
     },
     answer,
     request,
@@ -45,13 +45,13 @@ fn first_output<'a>(response: &Outline<'a>) -> Option<Outline<'a>> {
     response.first_of("outputs").filter(|first| first.is("token_ids", Shape::List))
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let (output, unused) = asked.pick(response.objects("outputs")?, "outputs")?;
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let (output, unused) = context.pick(response.objects("outputs")?, "outputs")?;
+    let mut generation = context.generation(LogprobKind::Unknown);
     let ids = output.ids("token_ids")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-051", "an output has no `token_ids`")
             .why("Which entry of its logprobs was sampled cannot be known")
-            .cure("Write the output's token_ids")
+            .fix("Write the output's token_ids")
     })?;
     let (tokens, note) = sampled(&output, ids)?;
     generation.tokens = tokens;

@@ -2,13 +2,13 @@
 //! "logprobs"}]}]}`.
 //!
 //! Source: openai 2.54.0 `types/responses/`. Each text part has logprobs; reasoning and function calls have none. The
-//! tokens of a turn with such items are only partly known, which is reported. Items become messages of the chat
+//! tokens of a turn with such items are partly unknown, which is reported. Items become messages of the chat
 //! completions API; consecutive items of the model become one assistant message. The kind of the logprobs is not
 //! documented.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape, TokenText,
-    reject, sampling_of,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Outline, Reading, Reason, Request, Server, Shape,
+    TokenText, reject, sampling_of,
 };
 use super::messages;
 use crate::findings;
@@ -19,9 +19,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "responses", sign: "its `output` is a list of typed items" },
+    form: Form { name: "responses", reason: "its `output` is a list of typed items" },
     signs: &["output"],
-    knows: |response| response.first_of("output").is_some_and(|item| item.is("type", Shape::Text)),
+    recognizes: |response| response.first_of("output").is_some_and(|item| item.is("type", Shape::Text)),
     answer,
     request,
     defaults: API_DEFAULTS,
@@ -36,8 +36,8 @@ struct Listed {
     logprob: Reading,
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let mut generation = asked.generation(LogprobKind::Unknown);
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let mut generation = context.generation(LogprobKind::Unknown);
     let (mut listing, mut silent) = (Columns::default(), 0);
     let mut turn = Turn::default();
     for item in response.objects("output")? {
@@ -53,9 +53,9 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
     note_silence(response, &mut generation, silent)?;
     let response_sampling = sampling_of(response, "top_p")?;
     // The response repeats the sampling parameters.
-    let sampling = response_sampling.or(asked.sampling);
+    let sampling = response_sampling.or(context.sampling);
     (generation.temperature, generation.top_p) = (sampling.temperature, sampling.top_p);
-    (generation.options, generation.left_out) = (sampling.options, sampling.left_out);
+    (generation.options, generation.omitted) = (sampling.options, sampling.left_out);
     Ok(Entry::sampled(Message::new(turn.message(), None), generation, 0))
 }
 
@@ -71,7 +71,7 @@ fn listing_of(parts: &[Outline<'_>], listing: &mut Columns) -> Decoded<bool> {
     Ok(has_tokens)
 }
 
-/// Reports items without tokens, if other items have some: the sampled tokens are only partly known.
+/// Reports items without tokens, if other items have some: the sampled tokens are partly unknown.
 fn note_silence(response: &Outline<'_>, generation: &mut Generation, silent: u32) -> Decoded<()> {
     let listed = generation.tokens.len();
     if silent == 0 || listed == 0 {
@@ -163,7 +163,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         Some(_) => {
             return Err(reject(Reason::WrongType, "TG-FORMAT-052", "`input` is neither a string nor a list of items")
                 .why("What the policy was asked is not known")
-                .cure("Record the request as it was sent"));
+                .fix("Record the request as it was sent"));
         }
     }
     // The request does not contain the earlier response that the server stored.

@@ -5,7 +5,7 @@
 //! top-k (unless the server runs with SGLANG_RETURN_ORIGINAL_LOGPROB): `processed`.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
     TokenText, note, prompt_of, reject, sampling_of, spoken, stop_id,
 };
 use crate::findings;
@@ -16,9 +16,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "sglang", sign: "it has `meta_info`" },
+    form: Form { name: "sglang", reason: "it has `meta_info`" },
     signs: &["meta_info"],
-    knows: |response| response.is("meta_info", Shape::Object),
+    recognizes: |response| response.is("meta_info", Shape::Object),
     answer,
     request,
     defaults: API_DEFAULTS,
@@ -49,10 +49,10 @@ impl Listed {
     }
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let meta = response.object("meta_info")?.unwrap_or_default();
     let text = response.text("text")?;
-    let mut generation = asked.generation(LogprobKind::Processed);
+    let mut generation = context.generation(LogprobKind::Processed);
     generation.tokens = tokens(response, &meta)?;
     generation.prompt = prompt(&meta)?;
     let finish = meta.value("finish_reason")?;
@@ -90,7 +90,7 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
         let what = format!("output_ids[{at}] is {} but its logprob is of token {}", ids[at], listed_ids[at]);
         return Err(reject(Reason::Contradiction, "TG-FORMAT-053", what)
             .why("Which of the two was sampled cannot be known")
-            .cure("Store the response as the server sent it"));
+            .fix("Store the response as the server sent it"));
     }
     tokens.ids = Some(ids);
     Ok(tokens)
@@ -111,8 +111,8 @@ fn kind(finish: &Value) -> Option<&str> {
 fn stop(finish: &Value) -> Stop {
     match finish.get("matched") {
         Some(Value::String(text)) => Stop::Text(text.clone()),
-        Some(Value::Array(ids)) => ids.last().map_or(Stop::Unsaid, stop_id),
-        value => value.map_or(Stop::Unsaid, stop_id),
+        Some(Value::Array(ids)) => ids.last().map_or(Stop::Unknown, stop_id),
+        value => value.map_or(Stop::Unknown, stop_id),
     }
 }
 

@@ -30,7 +30,8 @@ static RECORDS: LazyLock<Vec<(String, Vec<String>)>> = LazyLock::new(|| {
 
 fn read(record: &str) -> Result<Record, String> {
     let place = Location { file: Some("golden.jsonl".into()), line: Some(1), ..Location::default() };
-    decode(record.as_bytes(), Raw::Held(b""[..].into()), &place, None).map_err(|rejection| rejection.error.to_string())
+    decode(record.as_bytes(), Raw::Memory(b""[..].into()), &place, None)
+        .map_err(|rejection| rejection.error.to_string())
 }
 
 fn texts(pieces: Option<&Pieces>) -> Option<Vec<String>> {
@@ -87,7 +88,7 @@ fn seen(record: &Record, key: &str) -> Value {
         "kind" => json!(["unknown", "raw", "processed"][generation.logprob_kind as usize]),
         "temperature" => json!(generation.temperature),
         "stop" => match &generation.stop {
-            Stop::Unsaid => Value::Null,
+            Stop::Unknown => Value::Null,
             Stop::Id(id) => json!(id),
             Stop::Text(text) => json!(text),
         },
@@ -111,7 +112,7 @@ fn what_a_record_says_beside_its_tokens_is_read() {
     let place = Location::default();
     let other = json!({"choices": [{"message": {"content": "a"}}]}).to_string();
     let refused =
-        decode(other.as_bytes(), Raw::Held(b""[..].into()), &place, Some("sglang")).expect_err("another form");
+        decode(other.as_bytes(), Raw::Memory(b""[..].into()), &place, Some("sglang")).expect_err("another form");
     assert!(refused.error.to_string().contains("not the response of sglang"), "{}", refused.error);
 }
 

@@ -6,7 +6,7 @@
 //! and top-p: `processed`. `prefill` contains the prompt's ids if they were requested.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
+    API_DEFAULTS, CallContext, Columns, Decoded, Entry, Form, Id, Outline, Reading, Reason, Request, Server, Shape,
     TokenText, finish_under, reject, sampling_of, spoken,
 };
 use crate::trace::{LogprobKind, Prompt};
@@ -14,9 +14,9 @@ use serde::Deserialize;
 use serde_json::Value;
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "tgi", sign: "it has `generated_text` and `details`" },
+    form: Form { name: "tgi", reason: "it has `generated_text` and `details`" },
     signs: &["generated_text", "details"],
-    knows: |response| response.is("details", Shape::Object) && response.names("generated_text"),
+    recognizes: |response| response.is("details", Shape::Object) && response.has_key("generated_text"),
     answer,
     request,
     defaults: API_DEFAULTS,
@@ -30,24 +30,24 @@ struct Token {
     logprob: Option<Reading>,
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let details = response.object("details")?.unwrap_or_default();
     let others = details.objects("best_of_sequences")?;
-    let unused = if asked.choice.is_some() { 0 } else { others.len() as u32 };
-    let (details, mut text) = match asked.choice.unwrap_or(0) {
+    let unused = if context.choice.is_some() { 0 } else { others.len() as u32 };
+    let (details, mut text) = match context.choice.unwrap_or(0) {
         0 => (details, response.text("generated_text")?),
         wanted => {
             let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| {
                 let what = format!("sequence {wanted} is asked for but `best_of_sequences` does not have it");
                 reject(Reason::Incomplete, "TG-FORMAT-058", what)
                     .why("There is no generation to read")
-                    .cure("Name an existing one: 0 is the best, the others follow")
+                    .fix("Name an existing one: 0 is the best, the others follow")
             })?;
             let text = other.text("generated_text")?;
             (other, text)
         }
     };
-    let mut generation = asked.generation(LogprobKind::Processed);
+    let mut generation = context.generation(LogprobKind::Processed);
     let mut listing = Columns::default();
     for token in details.typed::<Vec<Token>>("tokens")?.unwrap_or_default() {
         listing.push(Some(token.id.0), token.logprob.unwrap_or(Reading::Missing), token.text.0.as_deref(), None);
@@ -58,7 +58,7 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
         generation.prompt = Prompt::Ids(prefill.into_iter().map(|token| token.id.0).collect());
     }
     generation.finish_reason = finish_under(&details, "finish_reason")?;
-    if let (Some(whole), Some(prompt)) = (&text, full_text_prompt(asked)?) {
+    if let (Some(whole), Some(prompt)) = (&text, full_text_prompt(context)?) {
         text = Some(whole.strip_prefix(prompt.as_str()).unwrap_or(whole).to_owned());
     }
     generation.text.clone_from(&text);
@@ -66,8 +66,8 @@ fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
 }
 
 /// Returns the prompt, if the request asked for it before the text (`return_full_text`).
-fn full_text_prompt(asked: &Asked<'_>) -> Decoded<Option<String>> {
-    let Some(request) = asked.request else { return Ok(None) };
+fn full_text_prompt(context: &CallContext<'_>) -> Decoded<Option<String>> {
+    let Some(request) = context.request else { return Ok(None) };
     let parameters = request.object("parameters")?.unwrap_or_default();
     let full = parameters.value("return_full_text")? == Some(Value::Bool(true));
     if full { request.text("inputs") } else { Ok(None) }

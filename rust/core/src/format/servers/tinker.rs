@@ -5,15 +5,16 @@
 //! Whether the logprobs are raw is not documented.
 
 use super::interface::{
-    API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under, spoken,
+    API_DEFAULTS, CallContext, Decoded, Entry, Form, Outline, Request, Server, Shape, finish_under, sampling_under,
+    spoken,
 };
-use crate::format::json::object::Numbers;
+use crate::format::json::object::TokenLists;
 use crate::trace::{LogprobKind, Prompt};
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "tinker", sign: "it has `sequences` with `tokens`" },
+    form: Form { name: "tinker", reason: "it has `sequences` with `tokens`" },
     signs: &["sequences", "sequence_id", "tokens_np"],
-    knows: |response| match response.first_of("sequences") {
+    recognizes: |response| match response.first_of("sequences") {
         Some(first) => is_sequence(&first),
         None => response.has("sequence_id") && is_sequence(response),
     },
@@ -23,19 +24,19 @@ pub(super) const SERVER: Server = Server {
 };
 
 fn is_sequence(sequence: &Outline<'_>) -> bool {
-    (sequence.is("tokens", Shape::List) || sequence.is("tokens_np", Shape::List)) && sequence.names("stop_reason")
+    (sequence.is("tokens", Shape::List) || sequence.is("tokens_np", Shape::List)) && sequence.has_key("stop_reason")
 }
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let (sequence, unused) = match response.objects("sequences")? {
         none if none.is_empty() => (response.clone(), 0),
-        sequences => asked.pick(sequences, "sequences")?,
+        sequences => context.pick(sequences, "sequences")?,
     };
     let existing_key = |list: &'static str, array: &'static str| if sequence.has(list) { list } else { array };
-    let mut generation = asked.generation(LogprobKind::Unknown);
+    let mut generation = context.generation(LogprobKind::Unknown);
     let logprobs = sequence.logprobs(existing_key("logprobs", "logprobs_np"))?;
     let token_ids = sequence.ids(existing_key("tokens", "tokens_np"))?;
-    generation.tokens = Numbers::listed(logprobs, token_ids).into_tokens()?;
+    generation.tokens = TokenLists::listed(logprobs, token_ids).into_tokens()?;
     generation.finish_reason = finish_under(&sequence, "stop_reason")?;
     Ok(Entry::sampled(spoken(""), generation, unused))
 }

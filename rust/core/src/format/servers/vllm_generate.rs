@@ -5,16 +5,16 @@
 //! "token_id:5"` in place of `token_id`. In text mode the text omits a stop string, and `token_ids` contain it. Whether
 //! its logprobs are raw depends on an option of the server (`--logprobs-mode`) that no response contains.
 
-use super::interface::{API_DEFAULTS, Asked, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
+use super::interface::{API_DEFAULTS, CallContext, Decoded, Entry, Form, Outline, Request, Server, Shape, sampling_of};
 use super::request_output::described;
 use crate::format::build::message::plain;
-use crate::format::json::object::Numbers;
-use crate::trace::{LogprobKind, Placeholder, Prompt};
+use crate::format::json::object::TokenLists;
+use crate::trace::{ImagePosition, LogprobKind, Prompt};
 
 pub(super) const SERVER: Server = Server {
-    form: Form { name: "vllm_generate", sign: "its `choices` have `token_ids` and it has `request_id`" },
+    form: Form { name: "vllm_generate", reason: "its `choices` have `token_ids` and it has `request_id`" },
     signs: &["choices", "request_id", "output_mode"],
-    knows: |response| {
+    recognizes: |response| {
         let is_generate = response.has("output_mode") || response.has("request_id") && !response.has("object");
         let first = response.first_of("choices").filter(|_| is_generate);
         first.is_some_and(|choice| choice.is("token_ids", Shape::List) && !choice.has("message"))
@@ -24,10 +24,10 @@ pub(super) const SERVER: Server = Server {
     defaults: API_DEFAULTS,
 };
 
-fn answer(response: &Outline<'_>, asked: &Asked<'_>) -> Decoded<Entry> {
-    let (choice, unused) = asked.pick(response.objects("choices")?, "choices")?;
-    let mut generation = asked.generation(LogprobKind::Unknown);
-    generation.tokens = Numbers::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?).into_tokens()?;
+fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
+    let (choice, unused) = context.pick(response.objects("choices")?, "choices")?;
+    let mut generation = context.generation(LogprobKind::Unknown);
+    generation.tokens = TokenLists::listed(choice.logprobs("logprobs")?, choice.ids("token_ids")?).into_tokens()?;
     generation.prompt = response.ids("prompt_token_ids")?.map_or(Prompt::Rendered, Prompt::Ids);
     generation.placeholders = placeholders(response)?;
     let mut entry = described(&choice, generation, unused)?;
@@ -47,15 +47,15 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
 }
 
 /// Reads the positions of the images in the prompt: `{"image": [{"offset", "length"}]}`.
-fn placeholders(response: &Outline<'_>) -> Decoded<Option<Vec<Placeholder>>> {
+fn placeholders(response: &Outline<'_>) -> Decoded<Option<Vec<ImagePosition>>> {
     let Some(places) = response.object("mm_placeholders")? else { return Ok(None) };
     let of = |place: &Outline<'_>| {
         let count = |key: &str| Ok(place.count(key)?.and_then(|count| u32::try_from(count).ok()));
-        Ok(count("offset")?.zip(count("length")?).map(|(offset, length)| Placeholder { offset, length }))
+        Ok(count("offset")?.zip(count("length")?).map(|(offset, length)| ImagePosition { offset, length }))
     };
     if !places.has("image") {
         return Ok(None);
     }
-    let places: Vec<Option<Placeholder>> = places.objects("image")?.iter().map(of).collect::<Decoded<_>>()?;
+    let places: Vec<Option<ImagePosition>> = places.objects("image")?.iter().map(of).collect::<Decoded<_>>()?;
     Ok(places.into_iter().collect())
 }

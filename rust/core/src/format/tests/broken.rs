@@ -24,7 +24,7 @@ static GOLDENS: LazyLock<Vec<Value>> = LazyLock::new(|| {
 
 fn decoded(record: &[u8], wanted: Option<&str>) -> Decoded<Record> {
     let place = Location { file: Some("runs.jsonl".into()), line: Some(7), ..Location::default() };
-    decode(record, Raw::Held(record.into()), &place, wanted)
+    decode(record, Raw::Memory(record.into()), &place, wanted)
 }
 
 fn check(record: &[u8], wanted: Option<&str>) {
@@ -32,7 +32,7 @@ fn check(record: &[u8], wanted: Option<&str>) {
         Ok(record) => assert_sound(&record),
         Err(rejection) => {
             let said = rejection.error.to_string();
-            assert!(said.contains(": runs.jsonl:7") && !rejection.error.cure.is_empty(), "{said}");
+            assert!(said.contains(": runs.jsonl:7") && !rejection.error.fix.is_empty(), "{said}");
         }
     }
 }

@@ -7,17 +7,19 @@
 use super::helpers::columns::{Columns, tokens_of};
 use super::helpers::conversation::message;
 use super::helpers::span_attributes::Attributes;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Rejection, Sampling, Shape, TrajectoryFormat, reject,
+};
 use crate::format::build::calls::{Call, Log, Request};
 use crate::format::build::message::{Entry, plain};
 use crate::trace::Message;
 use serde_json::Value;
 use std::collections::HashSet;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "agent_lightning", sign: "it has `rollout_id`, with `spans`, `triplets` or `attributes`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "agent_lightning", reason: "it has `rollout_id`, with `spans`, `triplets` or `attributes`" },
     signs: &["rollout_id", "triplets"],
-    knows: |record| {
+    recognizes: |record| {
         let spans = record.is("spans", Shape::List) || record.is("trace", Shape::List) || record.has("attributes");
         record.is("triplets", Shape::List) || record.has("rollout_id") && spans
     },
@@ -69,7 +71,7 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     if calls.is_empty() {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-059", "no span holds a call of a model")
             .why("There is no generation to read")
-            .cure("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
+            .fix("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
     }
     Log::of(header, calls.into_iter().map(Ok))
 }

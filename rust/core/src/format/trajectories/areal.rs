@@ -7,13 +7,13 @@
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
 use super::helpers::loss_mask::Row;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape};
+use super::interface::{Body, Decoded, Form, Header, Outline, Shape, TrajectoryFormat};
 use crate::trace::Prompt;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "areal", sign: "it has `input_ids` and `loss_mask`, or `prompt_len` and `head_version`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "areal", reason: "it has `input_ids` and `loss_mask`, or `prompt_len` and `head_version`" },
     signs: &["loss_mask", "head_version"],
-    knows: |record| {
+    recognizes: |record| {
         record.is("input_ids", Shape::List) && record.is("loss_mask", Shape::List) && !record.has("messages")
             || record.has("head_version") && record.is("completion", Shape::Text)
     },
@@ -35,7 +35,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     };
     if let Some(attended) = columns.mask("attention_mask")? {
         row.check()?;
-        row = row.unpadded(&attended)?;
+        row = row.without_padding(&attended)?;
     }
     let body = row.decode(&header.sampling)?;
     Ok((header, body))

@@ -5,8 +5,10 @@
 //! dict. Each additional history is a separate conversation, which becomes a branch of the trace.
 
 use super::helpers::columns::{Columns, numbers_of};
-use super::helpers::conversation::Talk;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use super::helpers::conversation::ConversationBuilder;
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Rejection, Sampling, Shape, TrajectoryFormat, reject,
+};
 use crate::format::build::message::Entry;
 use crate::format::json::diagnose;
 use crate::format::json::object::{Kind, Node};
@@ -14,10 +16,10 @@ use crate::format::rejection::not_a_trace;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "art", sign: "it has `messages_and_choices`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "art", reason: "it has `messages_and_choices`" },
     signs: &["messages_and_choices", "trajectories"],
-    knows: |record| record.is("messages_and_choices", Shape::List) || is_group(record),
+    recognizes: |record| record.is("messages_and_choices", Shape::List) || is_group(record),
     decode,
 };
 
@@ -36,23 +38,23 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         let number = |value: &Value| value.as_f64().or(value.as_bool().map(f64::from)).map_or(f32::NAN, |v| v as f32);
         header.rewards = numbers_of(&metrics).iter().map(|(name, value)| (name.clone(), number(value))).collect();
     }
-    let mut talk = Talk::default();
+    let mut talk = ConversationBuilder::default();
     history(record, &mut talk, &header.sampling)?;
     for (index, branch) in record.objects("additional_histories")?.iter().enumerate() {
-        talk.branch();
+        talk.end_branch();
         history(branch, &mut talk, &header.sampling)
             .map_err(|rejection| rejection.inside(format!("additional_histories[{index}]")))?;
     }
     Ok((header, talk.finish()))
 }
 
-fn history(record: &Outline<'_>, talk: &mut Talk, sampling: &Sampling) -> Decoded<()> {
+fn history(record: &Outline<'_>, talk: &mut ConversationBuilder, sampling: &Sampling) -> Decoded<()> {
     for (position, raw) in record.list("messages_and_choices")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("messages_and_choices[{position}]"));
         let entry = entry(raw, sampling).map_err(place)?;
         match entry.generation {
-            Some(generation) => talk.said(entry.message, generation)?,
-            None => drop(talk.given(entry.message)),
+            Some(generation) => talk.add_sampled(entry.message, generation)?,
+            None => drop(talk.add_prompt(entry.message)),
         }
     }
     Ok(())
@@ -71,5 +73,5 @@ fn group(record: &Outline<'_>) -> Rejection {
     let count = record.list("trajectories").ok().flatten().map_or(0, |list| list.len());
     reject(Reason::UnknownForm, "TG-FORMAT-062", format!("a TrajectoryGroup of {count} trajectories"))
         .why("A record is one trace: each has its own reward")
-        .cure("Write a line for each: for t in group.trajectories: json.dumps({\"group\": name, **t.model_dump(mode=\"json\")})")
+        .fix("Write a line for each: for t in group.trajectories: json.dumps({\"group\": name, **t.model_dump(mode=\"json\")})")
 }

@@ -4,19 +4,21 @@
 //! Source: ATIF 1.8 (atif 1.8.0, harbor 0.25.0 `models/trajectories`).
 
 use super::helpers::columns::{Columns, tokens_of};
-use super::helpers::conversation::{Talk, message};
+use super::helpers::conversation::{ConversationBuilder, message};
 use super::helpers::function_call;
 use super::helpers::loss_mask::all_zero;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, note, reject};
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Rejection, Sampling, Shape, TrajectoryFormat, note, reject,
+};
 use crate::findings;
 use crate::format::fields::schemas;
 use crate::trace::{Generation, Prompt};
 use serde_json::{Value, json};
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "atif", sign: "it has `schema_version` and `steps`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "atif", reason: "it has `schema_version` and `steps`" },
     signs: &["schema_version", "steps"],
-    knows: |record| record.is("schema_version", Shape::Text) && record.is("steps", Shape::List),
+    recognizes: |record| record.is("schema_version", Shape::Text) && record.is("steps", Shape::List),
     decode,
 };
 
@@ -30,7 +32,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if let Some(extra) = record.object("extra")?.filter(|extra| extra.is("reward", Shape::Number)) {
         header.reward = header.reward.or(extra.number("reward")?.map(|reward| reward as f32));
     }
-    let mut talk = Talk::default();
+    let mut talk = ConversationBuilder::default();
     trajectory(record, model.as_deref(), &header.sampling, &mut talk)?;
     let mut body = talk.finish();
     body.model = model;
@@ -38,7 +40,12 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
 }
 
 /// Reads one trajectory. Subagents with the same model become branches.
-fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+fn trajectory(
+    record: &Outline<'_>,
+    model: Option<&str>,
+    sampling: &Sampling,
+    talk: &mut ConversationBuilder,
+) -> Decoded<()> {
     let agent = record.object("agent")?.unwrap_or_default();
     let plays = agent.text("model_name")?.as_deref() == model;
     for (position, raw) in record.objects("steps")?.iter().enumerate() {
@@ -46,14 +53,14 @@ fn trajectory(record: &Outline<'_>, model: Option<&str>, sampling: &Sampling, ta
         step(raw, plays, sampling, talk).map_err(place)?;
     }
     for (index, subagent) in record.objects("subagent_trajectories")?.iter().enumerate() {
-        talk.branch();
+        talk.end_branch();
         trajectory(subagent, model, sampling, talk)
             .map_err(|rejection| rejection.inside(format!("subagent_trajectories[{index}]")))?;
     }
     Ok(())
 }
 
-fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -> Decoded<()> {
+fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut ConversationBuilder) -> Decoded<()> {
     let source = step.text("source")?.unwrap_or_default();
     let role = match source.as_str() {
         "agent" => "assistant",
@@ -61,7 +68,7 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
         other => {
             return Err(reject(Reason::WrongType, "TG-FORMAT-063", format!("`source` is \"{other}\""))
                 .why("Who said the message is not known")
-                .cure("Write system, user or agent"));
+                .fix("Write system, user or agent"));
         }
     };
     let mut value = json!({"role": role, "content": step.value("message")?});
@@ -74,9 +81,9 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Talk) -
     let inferences = step.count("llm_call_count")?;
     let copied = step.typed::<bool>("is_copied_context")? == Some(true);
     if role == "assistant" && plays && !copied && inferences != Some(0) {
-        talk.said(step_message, generation(step, sampling, inferences.unwrap_or(1))?)?;
+        talk.add_sampled(step_message, generation(step, sampling, inferences.unwrap_or(1))?)?;
     } else {
-        talk.given(step_message);
+        talk.add_prompt(step_message);
     }
     observe(step, talk)
 }
@@ -108,7 +115,7 @@ fn calls(value: Value) -> Value {
 }
 
 /// Reads the observation of the environment: the result of a call has the role `tool`, any other the role `user`.
-fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
+fn observe(step: &Outline<'_>, talk: &mut ConversationBuilder) -> Decoded<()> {
     let Some(observation) = step.object("observation")? else { return Ok(()) };
     for result in observation.objects("results")? {
         let content = result.value("content")?;
@@ -117,7 +124,7 @@ fn observe(step: &Outline<'_>, talk: &mut Talk) -> Decoded<()> {
             None if content.is_none() => continue,
             None => json!({"role": "user", "content": content}),
         };
-        talk.given(message(value)?);
+        talk.add_prompt(message(value)?);
     }
     Ok(())
 }

@@ -7,10 +7,10 @@ pub(in crate::format) use crate::format::json::outline::{Outline, Shape};
 pub(in crate::format) use crate::format::rejection::{Decoded, Reason, Rejection, either, reject};
 
 /// The trajectory format of one recorder.
-pub struct Dump {
+pub struct TrajectoryFormat {
     pub form: Form,
-    /// Keys of a record. `knows` is called only if one of them exists.
+    /// Keys of a record. `recognizes` is called only if one of them exists.
     pub signs: &'static [&'static str],
-    pub knows: fn(&Outline<'_>) -> bool,
+    pub recognizes: fn(&Outline<'_>) -> bool,
     pub decode: fn(&Outline<'_>) -> Decoded<(Header, Body)>,
 }

@@ -7,17 +7,19 @@
 use super::helpers::columns::Columns;
 use super::helpers::conversation::message;
 use super::helpers::tools;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Sampling, Shape, reject};
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Rejection, Sampling, Shape, TrajectoryFormat, reject,
+};
 use crate::format::build::calls::{Call, Log, Request, no_response};
 use crate::format::build::message::{Entry, message_of, plain};
 use crate::trace::Message;
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "langfuse", sign: "it has `observations`, or `traceId`, `type` and `output`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "langfuse", reason: "it has `observations`, or `traceId`, `type` and `output`" },
     signs: &["observations", "traceId"],
-    knows: |record| {
-        let is_observation = record.has("traceId") && record.is("type", Shape::Text) && record.names("output");
+    recognizes: |record| {
+        let is_observation = record.has("traceId") && record.is("type", Shape::Text) && record.has_key("output");
         record.is("observations", Shape::List) && (record.has("id") || record.has("scores")) || is_observation
     },
     decode,
@@ -38,7 +40,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if calls.is_empty() {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-070", "no observation is a generation")
             .why("There is nothing that a policy sampled")
-            .cure("Export observations of type GENERATION, or leave the record out"));
+            .fix("Export observations of type GENERATION, or leave the record out"));
     }
     calls.sort_by(|a, b| a.0.cmp(&b.0));
     let body = Log::of(&header, calls.into_iter().map(|(_, call)| Ok(call)))?;

@@ -6,15 +6,15 @@
 
 use super::helpers::columns::Columns;
 use super::helpers::{parts, splice};
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
+use super::interface::{Body, Decoded, Form, Header, Outline, Reason, Shape, TrajectoryFormat, reject};
 use crate::format::build::calls::no_response;
 use crate::format::call::one_call;
 use serde_json::value::RawValue;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "litellm_log", sign: "it has `model_parameters` and `call_type`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "litellm_log", reason: "it has `model_parameters` and `call_type`" },
     signs: &["model_parameters", "call_type"],
-    knows: |record| record.names("model_parameters") && (record.has("call_type") || record.has("status")),
+    recognizes: |record| record.has_key("model_parameters") && (record.has("call_type") || record.has("status")),
     decode,
 };
 
@@ -28,7 +28,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     else {
         let message = record.text("error_str")?.unwrap_or_else(|| "no response".to_owned());
         return Err(no_response(format!("the call failed: {}", message.chars().take(200).collect::<String>()))
-            .cure("Leave failed calls out with on_error=\"skip\""));
+            .fix("Leave failed calls out with on_error=\"skip\""));
     };
     let messages = record.get("messages");
     if messages.is_some_and(|raw| raw.get() == REDACTED)
@@ -36,7 +36,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-071", "messages and response are redacted")
             .why("There is nothing to train on")
-            .cure("Log with litellm.turn_off_message_logging = False"));
+            .fix("Log with litellm.turn_off_message_logging = False"));
     }
     let parameters = record.object("model_parameters")?.unwrap_or_default();
     let mut members = parts(&parameters);

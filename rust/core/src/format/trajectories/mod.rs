@@ -25,7 +25,7 @@ mod verifiers;
 mod verl;
 
 /// All recorders. Those with the most specific signs come first.
-pub(super) const DUMPS: &[interface::Dump] = &[
+pub(super) const DUMPS: &[interface::TrajectoryFormat] = &[
     openai_batch::DUMP,
     agent_lightning::DUMP,
     otel::DUMP,

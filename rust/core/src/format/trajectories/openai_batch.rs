@@ -6,14 +6,14 @@
 
 use super::helpers::columns::Columns;
 use super::helpers::splice;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
+use super::interface::{Body, Decoded, Form, Header, Outline, Reason, Shape, TrajectoryFormat, reject};
 use crate::format::build::calls::no_response;
 use crate::format::call::one_call;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "openai_batch", sign: "it has `custom_id`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "openai_batch", reason: "it has `custom_id`" },
     signs: &["custom_id"],
-    knows: |record| record.has("custom_id") && !record.has("messages"),
+    recognizes: |record| record.has("custom_id") && !record.has("messages"),
     decode,
 };
 
@@ -24,12 +24,12 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if let Some(failure) = failure(record, &response, &result)? {
         let id = header.id.as_deref().unwrap_or_default();
         return Err(no_response(format!("the request {id} of the batch failed: {failure}"))
-            .cure("Send it again, or leave it out with on_error=\"skip\""));
+            .fix("Send it again, or leave it out with on_error=\"skip\""));
     }
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-072", "a request of a batch without its response")
             .why("What the policy sampled stands in the batch's output file")
-            .cure("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
+            .fix("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
     };
     let request = match record.object("request")? {
         Some(line) => line.get("body").or_else(|| record.get("request")),

@@ -6,14 +6,14 @@
 use super::agent_lightning::follow;
 use super::helpers::columns::Columns;
 use super::helpers::span_attributes::Attributes;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
+use super::interface::{Body, Decoded, Form, Header, Outline, Reason, Shape, TrajectoryFormat, reject};
 use serde_json::Value;
 use std::collections::HashMap;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "otel", sign: "it has `resourceSpans`, or `spans` or `attributes` with a `gen_ai` name" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "otel", reason: "it has `resourceSpans`, or `spans` or `attributes` with a `gen_ai` name" },
     signs: &["resourceSpans", "spans", "attributes"],
-    knows: |record| {
+    recognizes: |record| {
         let raw = |key: &str| record.get(key).map(serde_json::value::RawValue::get);
         let speaks = |text: &str| text.contains("\"gen_ai.");
         record.is("resourceSpans", Shape::List)
@@ -42,7 +42,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         if traces > 1 {
             return Err(reject(Reason::Contradiction, "TG-FORMAT-073", format!("its spans are of {traces} traces"))
                 .why("A record is one trace, and what was said in another is no part of it")
-                .cure(
+                .fix(
                     "Read the file with `read`, which takes them apart, or write the spans of each trace as a record",
                 ));
         }

@@ -7,20 +7,22 @@
 use super::helpers::columns::{Columns, tokens_of};
 use super::helpers::conversation::messages;
 use super::helpers::loss_mask::all_zero;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Rejection, Shape, either, reject};
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Rejection, Shape, TrajectoryFormat, either, reject,
+};
 use crate::format::build::calls::{Call, Log, Request};
 use crate::format::build::message::Entry;
 use crate::trace::Message;
 use serde_json::json;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "rllm", sign: "it has `steps` with `chat_completions`, or `model_output`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "rllm", reason: "it has `steps` with `chat_completions`, or `model_output`" },
     signs: &["steps", "trajectories", "model_output", "chat_completions"],
-    knows: |record| {
+    recognizes: |record| {
         let inside = |list: &str, wanted: &[&str]| {
             let first = record.list(list).ok().flatten().and_then(|items| items.first().copied());
             let first = first.and_then(|raw| Outline::of(raw, list).ok());
-            first.is_some_and(|item| wanted.iter().any(|key| item.names(key)))
+            first.is_some_and(|item| wanted.iter().any(|key| item.has_key(key)))
         };
         let step = record.is("chat_completions", Shape::List) || record.is("model_output", Shape::Object);
         step || inside("steps", &["chat_completions", "model_output"]) || inside("trajectories", &["steps"])
@@ -95,7 +97,5 @@ fn spoken(step: &Outline<'_>, output: &Outline<'_>) -> Decoded<Message> {
 fn several(count: usize) -> Rejection {
     reject(Reason::UnknownForm, "TG-FORMAT-074", format!("an episode of {count} trajectories"))
         .why("A record is one trace: each trajectory has its own reward")
-        .cure(
-            "Write a line for each: for t in episode.trajectories: json.dumps({\"group\": episode.id, **t.to_dict()})",
-        )
+        .fix("Write a line for each: for t in episode.trajectories: json.dumps({\"group\": episode.id, **t.to_dict()})")
 }

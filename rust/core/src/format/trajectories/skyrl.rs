@@ -7,19 +7,19 @@
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
 use super::helpers::loss_mask::Row;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
+use super::interface::{Body, Decoded, Form, Header, Outline, Shape, TrajectoryFormat, either, note};
 use crate::findings;
 use crate::trace::{Generation, Note, Prompt};
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
     form: Form {
         name: "skyrl",
-        sign: "it has `response_ids` and `loss_masks`, or `input_prompt` and `output_response`",
+        reason: "it has `response_ids` and `loss_masks`, or `input_prompt` and `output_response`",
     },
     signs: &["response_ids", "output_response"],
-    knows: |record| {
-        let masked = record.has("loss_masks") || record.has("loss_mask") || record.names("stop_reasons");
+    recognizes: |record| {
+        let masked = record.has("loss_masks") || record.has("loss_mask") || record.has_key("stop_reasons");
         let prompted = record.is("prompt_token_ids", Shape::List) || record.is("prompt_ids", Shape::List);
         record.is("response_ids", Shape::List) && prompted && masked
             || record.is("input_prompt", Shape::Text) && record.is("output_response", Shape::Text)

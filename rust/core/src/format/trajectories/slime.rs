@@ -6,14 +6,14 @@
 use super::helpers::columns::Columns;
 use super::helpers::conversation::messages;
 use super::helpers::loss_mask::Row;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Shape, reject};
+use super::interface::{Body, Decoded, Form, Header, Outline, Reason, Shape, TrajectoryFormat, reject};
 use crate::trace::{Extra, ExtraStart};
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "slime", sign: "it has `tokens` and `response_length`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "slime", reason: "it has `tokens` and `response_length`" },
     signs: &["response_length"],
-    knows: |record| record.is("tokens", Shape::List) && record.is("response_length", Shape::Number),
+    recognizes: |record| record.is("tokens", Shape::List) && record.is("response_length", Shape::Number),
     decode,
 };
 
@@ -28,7 +28,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
             format!("response_length is {length} of {} tokens", prompt.len()),
         )
         .why("Where the response begins cannot be known")
-        .cure("Write the sample as slime's rollout made it"));
+        .fix("Write the sample as slime's rollout made it"));
     };
     let response = prompt.split_off(split);
     let mask = columns.mask("loss_mask")?;
@@ -90,7 +90,7 @@ fn nucleus(record: &Outline<'_>, sampled: &[bool], body: &mut Body) -> Decoded<(
             "rollout_top_p_token_offsets do not fit the response",
         )
         .why("Which ids top-p left for which token cannot be known")
-        .cure("Write the sample as slime's rollout made it, or leave both lists out"));
+        .fix("Write the sample as slime's rollout made it, or leave both lists out"));
     }
     let mut at = 0;
     for generation in &mut body.generations {

@@ -4,16 +4,16 @@
 //! uses. A demonstration was not sampled.
 
 use super::helpers::columns::Columns;
-use super::helpers::conversation::{Talk, message};
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Rejection, Shape};
+use super::helpers::conversation::{ConversationBuilder, message};
+use super::interface::{Body, Decoded, Form, Header, Outline, Rejection, Shape, TrajectoryFormat};
 use crate::format::fields::Fields;
 use crate::format::rejection::not_a_trace;
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "swe_agent", sign: "it has `history` of messages" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "swe_agent", reason: "it has `history` of messages" },
     signs: &["history"],
-    knows: |record| record.is("history", Shape::List) && !record.has("messages") && !record.has("calls"),
+    recognizes: |record| record.is("history", Shape::List) && !record.has("messages") && !record.has("calls"),
     decode,
 };
 
@@ -23,7 +23,7 @@ const OWN: &[&str] =
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let header = Columns(record).header(&[])?;
-    let mut talk = Talk::default();
+    let mut talk = ConversationBuilder::default();
     for (position, value) in record.typed::<Vec<Value>>("history")?.unwrap_or_default().into_iter().enumerate() {
         let place = |rejection: Rejection| rejection.inside(format!("history[{position}]"));
         let Value::Object(mut fields) = value else {
@@ -33,9 +33,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         strip(&mut fields);
         let chat_message = message(Value::Object(fields)).map_err(place)?;
         if is_demo {
-            talk.given(chat_message);
+            talk.add_prompt(chat_message);
         } else {
-            talk.heard(chat_message, &header.sampling)?;
+            talk.add_by_role(chat_message, &header.sampling)?;
         }
     }
     Ok((header, talk.finish()))

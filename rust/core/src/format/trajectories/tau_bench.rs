@@ -3,13 +3,13 @@
 //! Source: sierra-research/tau-bench 59a200c `tau_bench/types.py`, `historical_trajectories`.
 
 use super::helpers::columns::Columns;
-use super::helpers::conversation::{Talk, messages};
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape};
+use super::helpers::conversation::{ConversationBuilder, messages};
+use super::interface::{Body, Decoded, Form, Header, Outline, Shape, TrajectoryFormat};
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "tau_bench", sign: "it has `traj`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "tau_bench", reason: "it has `traj`" },
     signs: &["traj"],
-    knows: |record| record.is("traj", Shape::List),
+    recognizes: |record| record.is("traj", Shape::List),
     decode,
 };
 
@@ -18,9 +18,9 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     if let (None, Some(task), Some(trial)) = (&header.id, record.name("task_id")?, record.name("trial")?) {
         header.id = Some(format!("{task}-{trial}"));
     }
-    let mut talk = Talk::default();
+    let mut talk = ConversationBuilder::default();
     for message in messages(record, "traj")?.unwrap_or_default() {
-        talk.heard(message, &header.sampling)?;
+        talk.add_by_role(message, &header.sampling)?;
     }
     Ok((header, talk.finish()))
 }

@@ -8,18 +8,18 @@
 use super::helpers::columns::{Columns, rewards_of};
 use super::helpers::conversation::{self, messages};
 use super::helpers::loss_mask::{Row, lengths};
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape};
+use super::interface::{Body, Decoded, Form, Header, Outline, Shape, TrajectoryFormat};
 use crate::format::fields::Fields;
 use crate::format::token_list::Reading;
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
     form: Form {
         name: "trl",
-        sign: "it has `completion_mask`, or `prompt_ids` and `completion_ids`, or `prompt` and `completion`",
+        reason: "it has `completion_mask`, or `prompt_ids` and `completion_ids`, or `prompt` and `completion`",
     },
     signs: &["completion_mask", "completion_ids", "completion"],
-    knows: |record| {
+    recognizes: |record| {
         let is_said = |key: &str| record.is(key, Shape::Text) || record.is(key, Shape::List);
         let trained = record.is("input_ids", Shape::List) && record.is("completion_mask", Shape::List);
         let split = record.is("prompt_ids", Shape::List) && record.is("completion_ids", Shape::List);
@@ -101,7 +101,7 @@ fn split_row(record: &Outline<'_>) -> Decoded<Row> {
     if attended.len() != prompt.len() + response.len() {
         return Err(lengths("prompt_mask and completion_mask", attended.len(), prompt.len() + response.len()));
     }
-    let mut row = Row::after_prompt(prompt, response, sampled, logprobs)?.unpadded(&attended)?;
+    let mut row = Row::after_prompt(prompt, response, sampled, logprobs)?.without_padding(&attended)?;
     row.messages = messages(record, "prompt")?.unwrap_or_default();
     if record.is("completion", Shape::Text) {
         row.text = record.text("completion")?;

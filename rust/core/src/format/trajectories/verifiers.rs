@@ -12,7 +12,9 @@ use super::helpers::columns::{Columns, rewards_of, tokens_of};
 use super::helpers::conversation::{self, message, messages};
 use super::helpers::loss_mask::{all_zero, lengths};
 use super::helpers::{openai, tools};
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Reason, Sampling, Shape, either, reject};
+use super::interface::{
+    Body, Decoded, Form, Header, Outline, Reason, Sampling, Shape, TrajectoryFormat, either, reject,
+};
 use crate::format::build::calls::{Call, Log, Request};
 use crate::format::build::message::{Entry, plain};
 use crate::format::fields::Fields;
@@ -20,13 +22,13 @@ use crate::sampling::Options;
 use crate::trace::{Generation, Message, Prompt};
 use serde_json::Value;
 
-pub(super) const DUMP: Dump = Dump {
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
     form: Form {
         name: "verifiers",
-        sign: "it has `nodes`, or `trajectory` with tokens, or ids with `completion_logprobs`",
+        reason: "it has `nodes`, or `trajectory` with tokens, or ids with `completion_logprobs`",
     },
     signs: &["nodes", "trajectory", "completion_logprobs", "example_id"],
-    knows: |record| {
+    recognizes: |record| {
         let nodes = record.is("nodes", Shape::List) && !record.has("messages");
         let steps = record.is("trajectory", Shape::List) && record.has("reward") && !record.has("history");
         let turn = record.is("completion_ids", Shape::List) && record.is("completion_logprobs", Shape::List);
@@ -74,7 +76,7 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
         count => {
             return Err(reject(Reason::Contradiction, "TG-FORMAT-078", format!("`completion` holds {count} messages"))
                 .why("A step is one call of the model, and which of them it sampled cannot be known")
-                .cure("Write a step for each call"));
+                .fix("Write a step for each call"));
         }
     };
     let mut generation = header.sampling.generation();
@@ -96,7 +98,7 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
     if let Some(at) = columns.mask("completion_mask")?.unwrap_or_default().iter().position(|bit| !bit) {
         return Err(reject(Reason::Contradiction, "TG-FORMAT-079", format!("completion_mask is 0 at {at}"))
             .why("What stands in a completion without being sampled belongs to no call of the model")
-            .cure("Write a step for each call of the model, with the ids it sampled as its completion"));
+            .fix("Write a step for each call of the model, with the ids it sampled as its completion"));
     }
     generation.tokens = tokens_of(Some(ids), logprobs);
     generation.notes.extend(all_zero(&generation.tokens));
@@ -114,8 +116,8 @@ fn turn(record: &Outline<'_>, header: &Header) -> Decoded<Body> {
         fields.insert(key.to_owned(), record.value(key)?.unwrap_or(Value::Null));
     }
     let message = message(Value::Object(openai(fields)))?;
-    let mut talk = conversation::Talk::default();
-    talk.said(message, generation)?;
+    let mut talk = conversation::ConversationBuilder::default();
+    talk.add_sampled(message, generation)?;
     Ok(talk.finish())
 }
 
@@ -165,7 +167,7 @@ impl Graph<'_> {
             let what = format!("its parent is node {parent}, which does not stand before it");
             return Err(reject(Reason::Contradiction, "TG-FORMAT-080", what)
                 .why("The path to it cannot be walked")
-                .cure("Write the trace as verifiers' to_record makes it"));
+                .fix("Write the trace as verifiers' to_record makes it"));
         }
         self.body.messages.push(message_of(node)?);
         let columns = Columns(node);
@@ -193,7 +195,7 @@ impl Graph<'_> {
         if mask.get(end..).is_some_and(|rest| rest.contains(&true)) {
             return Err(reject(Reason::Contradiction, "TG-FORMAT-081", "its mask has several runs of sampled ids")
                 .why("A node is one call of the model")
-                .cure("Write the trace as verifiers' to_record makes it"));
+                .fix("Write the trace as verifiers' to_record makes it"));
         }
         let mut generation = self.header.sampling.generation();
         self.describe(index, &mut generation);
@@ -268,7 +270,7 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
         }
         _ => Err(reject(Reason::Incomplete, "TG-FORMAT-082", "no `message`")
             .why("What the node says is not known")
-            .cure("Write the trace as verifiers' to_record makes it")),
+            .fix("Write the trace as verifiers' to_record makes it")),
     }
 }
 

@@ -8,14 +8,14 @@
 use super::helpers::columns::Columns;
 use super::helpers::conversation;
 use super::helpers::loss_mask::Row;
-use super::interface::{Body, Decoded, Dump, Form, Header, Outline, Shape, either, note};
+use super::interface::{Body, Decoded, Form, Header, Outline, Shape, TrajectoryFormat, either, note};
 use crate::findings;
 use crate::trace::{Note, Prompt};
 
-pub(super) const DUMP: Dump = Dump {
-    form: Form { name: "verl", sign: "it has `response_mask` beside ids, or `input`, `output` and `step`" },
+pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
+    form: Form { name: "verl", reason: "it has `response_mask` beside ids, or `input`, `output` and `step`" },
     signs: &["response_mask", "responses", "output"],
-    knows: |record| {
+    recognizes: |record| {
         let rows = record.is("responses", Shape::List) && (record.has("prompts") || record.has("input_ids"));
         let agent = record.is("response_ids", Shape::List) && record.has("response_mask");
         let texts = record.is("input", Shape::Text) && record.is("output", Shape::Text) && record.has("score");
@@ -63,7 +63,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let padded = padding(&prompt, attended.is_some());
     let mut row = Row::after_prompt(prompt, response, mask, logprobs)?;
     if let Some(attended) = attended {
-        row = row.unpadded(&attended)?;
+        row = row.without_padding(&attended)?;
     }
     let mut body = row.decode(&header.sampling)?;
     if let Some(first) = body.generations.first_mut() {
@@ -72,7 +72,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     Ok((header, body))
 }
 
-/// Reports a prompt that begins with the same id several times: it may be padded, and there is no attention mask.
+/// Reports a prompt that starts with the same id several times: it may be padded, and there is no attention mask.
 fn padding(prompt: &[u32], has_mask: bool) -> Option<Note> {
     let first = prompt.first()?;
     let count = prompt.iter().take_while(|id| *id == first).count();

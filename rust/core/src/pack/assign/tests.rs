@@ -5,11 +5,16 @@ use std::collections::HashMap;
 const TOKENS: Cost = Cost { token: 1.0, pair: 0.0, term: 0.0 };
 
 /// Places branches of the given ids, with changes to a demand of one rank and one step.
-fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
+fn placed(texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut PackRequest<'_>)) -> Result<Placement> {
     placed_in(&vec![0; trace.last().map_or(0, |&last| last as usize + 1)], texts, trace, change)
 }
 
-fn placed_in(step: &[i32], texts: &[Vec<i32>], trace: &[i32], change: impl FnOnce(&mut Demand<'_>)) -> Result<Placed> {
+fn placed_in(
+    step: &[i32],
+    texts: &[Vec<i32>],
+    trace: &[i32],
+    change: impl FnOnce(&mut PackRequest<'_>),
+) -> Result<Placement> {
     let ids: Vec<i32> = texts.concat();
     let mut cu = vec![0];
     cu.extend(texts.iter().scan(0, |end, text| {
@@ -17,7 +22,7 @@ fn placed_in(step: &[i32], texts: &[Vec<i32>], trace: &[i32], change: impl FnOnc
         Some(*end)
     }));
     let length: Vec<i32> = texts.iter().map(|text| text.len() as i32).collect();
-    let mut demand = Demand {
+    let mut request = PackRequest {
         ids: &ids,
         cu_seqlens: &cu,
         length: &length,
@@ -25,13 +30,13 @@ fn placed_in(step: &[i32], texts: &[Vec<i32>], trace: &[i32], change: impl FnOnc
         trace,
         step,
         ranks: 1,
-        token_budget: 10,
+        tokens_per_row: 10,
         whole_traces: false,
         cost: TOKENS,
-        least_gain: None,
+        min_sharing_gain: None,
     };
-    change(&mut demand);
-    place(demand)
+    change(&mut request);
+    place(request)
 }
 
 fn of_lengths(lengths: &[usize]) -> Vec<Vec<i32>> {
@@ -48,7 +53,7 @@ fn rows_are_filled_longest_first_by_best_fit() {
 
 #[test]
 fn branches_of_a_whole_trace_are_in_one_row() {
-    let whole = |demand: &mut Demand<'_>| (demand.token_budget, demand.whole_traces) = (9, true);
+    let whole = |request: &mut PackRequest<'_>| (request.tokens_per_row, request.whole_traces) = (9, true);
     let placed = placed(&of_lengths(&[3, 6, 4, 5]), &[0, 0, 1, 1], whole).unwrap();
     assert_eq!(placed.row, [0, 0, 1, 1]);
 }
@@ -57,7 +62,7 @@ fn branches_of_a_whole_trace_are_in_one_row() {
 fn ranks_get_the_costliest_traces_in_turn() {
     // Trace totals 9, 2, 8, 3: rank 0 gets 9 then 2 (loads 9, 8 -> 3 goes to rank 1 -> 11; 2 to rank 0 -> 11).
     let texts = of_lengths(&[9, 2, 4, 4, 3]);
-    let placed = placed(&texts, &[0, 1, 2, 2, 3], |demand| demand.ranks = 2).unwrap();
+    let placed = placed(&texts, &[0, 1, 2, 2, 3], |request| request.ranks = 2).unwrap();
     assert_eq!(placed.rank, [0, 0, 1, 1, 1]);
     assert_eq!(placed.rows, [2, 2]);
     assert_eq!(placed.load, [11.0, 11.0]);
@@ -65,7 +70,7 @@ fn ranks_get_the_costliest_traces_in_turn() {
 
 #[test]
 fn traces_without_a_step_or_a_length_are_not_placed() {
-    let change = |demand: &mut Demand<'_>| (demand.length, demand.step) = (&[3, 0, 4], &[1, 0, -1]);
+    let change = |request: &mut PackRequest<'_>| (request.length, request.step) = (&[3, 0, 4], &[1, 0, -1]);
     let placed = placed(&of_lengths(&[3, 2, 4]), &[0, 1, 2], change).unwrap();
     assert_eq!(placed.rank, [0, -1, -1]);
     assert_eq!(placed.rows, [0, 1]);
@@ -79,7 +84,7 @@ fn two_groups() -> Vec<Vec<i32>> {
 
 #[test]
 fn branches_with_a_shared_prefix_are_in_one_row_that_counts_it_once() {
-    let sharing = |demand: &mut Demand<'_>| demand.least_gain = Some(1.05);
+    let sharing = |request: &mut PackRequest<'_>| request.min_sharing_gain = Some(1.05);
     let out = placed(&two_groups(), &[0, 1, 2, 3], sharing).unwrap();
     assert_eq!((out.row, out.rows), (vec![1, 0, 1, 0], vec![2])); // rows of 10, filled by groups of 6 + 2 + 2
     assert_eq!(out.order, [2, 0, 3, 1]);
@@ -98,19 +103,19 @@ fn leaves_too_long_for_one_row_are_joined_by_what_shares_less() {
 #[test]
 fn a_step_that_gains_too_little_shares_nothing_and_says_what_it_would_have_gained() {
     let plain = placed(&two_groups(), &[0, 1, 2, 3], |_| ()).unwrap();
-    let out = placed(&two_groups(), &[0, 1, 2, 3], |demand| demand.least_gain = Some(1.6)).unwrap();
+    let out = placed(&two_groups(), &[0, 1, 2, 3], |request| request.min_sharing_gain = Some(1.6)).unwrap();
     assert_eq!(out.row, plain.row);
     assert_eq!((out.gain[0].shared, out.gain[0].ratio), (false, 1.6));
 }
 
 #[test]
 fn a_trace_that_fits_a_row_only_as_a_tree_is_shared_whatever_the_gain() {
-    let change = |demand: &mut Demand<'_>| (demand.whole_traces, demand.least_gain) = (true, Some(100.0));
+    let change = |request: &mut PackRequest<'_>| (request.whole_traces, request.min_sharing_gain) = (true, Some(100.0));
     let texts = vec![vec![1, 2, 3, 4, 5, 6], vec![1, 2, 3, 4, 7, 8]];
     let out = placed(&texts, &[0, 0], change).unwrap();
     assert!(out.gain[0].needed && out.gain[0].shared);
     assert_eq!(out.rows, [1]);
-    let plain = placed(&texts, &[0, 0], |demand| demand.whole_traces = true);
+    let plain = placed(&texts, &[0, 0], |request| request.whole_traces = true);
     assert!(plain.unwrap_err().to_string().contains("has 12 tokens"));
 }
 
@@ -129,9 +134,9 @@ proptest! {
         let traces = *trace.last().unwrap() as usize + 1;
         let step: Vec<i32> = (0..traces as i32).map(|trace| trace / 5).collect();
         let budget = if whole { 60 * 60 } else { 64 };
-        let out = placed_in(&step, &texts, &trace, |demand| {
-            (demand.ranks, demand.whole_traces, demand.token_budget) = (ranks, whole, budget);
-            demand.least_gain = share.then_some(0.0);
+        let out = placed_in(&step, &texts, &trace, |request| {
+            (request.ranks, request.whole_traces, request.tokens_per_row) = (ranks, whole, budget);
+            request.min_sharing_gain = share.then_some(0.0);
         }).unwrap();
         let mut rows: HashMap<_, Vec<usize>> = HashMap::new();
         let mut home = HashMap::new();

@@ -1,8 +1,8 @@
 //! Finds the loops over messages in which a render may resume where an earlier render of the same conversation ended.
 //!
-//! A template is a program. Its output for the first messages of a conversation also begins the output for a longer
-//! conversation, as long as nothing it read depends on later messages. This module reads from the source what can be
-//! known there: loops that are in no capture and use only their position, and namespaces whose attributes can be
+//! A template is a program. Its output for the first messages of a conversation also starts the output for a longer
+//! conversation, as long as nothing it read depends on later messages. This module reads from the source what it
+//! shows: loops that are in no capture and use only their position, and namespaces whose attributes can be
 //! restored. `messages` tracks what is only known at run time. Loops that qualify get calls around their bodies. The
 //! calls are placed where there is no text, so that trimming does not change.
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 /// The messages that a run has read so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(in crate::template) struct Seen {
+pub(in crate::template) struct ReadState {
     /// True if it used the number of messages or iterated over all of them.
     pub all: bool,
     /// One past the last message that it read.
@@ -30,14 +30,14 @@ pub(in crate::template) struct Place {
     /// Values of the assigned attributes.
     kept: Vec<Value>,
     /// Messages that the loop had read.
-    seen: Seen,
+    seen: ReadState,
     fuel: u64,
     spent: usize,
 }
 
 /// The record of a loop over messages.
 #[derive(Debug, Clone)]
-pub(in crate::template) struct Ran {
+pub(in crate::template) struct LoopRecord {
     /// The loop's number in the template.
     pub number: usize,
     /// The index of its first message.
@@ -45,7 +45,7 @@ pub(in crate::template) struct Ran {
     /// Bytes of text before the loop.
     pub before: usize,
     /// Messages that had been read before the loop.
-    seen: Seen,
+    seen: ReadState,
     /// Variables and namespaces at the start of the loop.
     entry: Vec<Value>,
     /// One position for each item, and one for the end.
@@ -54,8 +54,8 @@ pub(in crate::template) struct Ran {
 
 /// The position at which a run resumes.
 #[derive(Debug, Clone)]
-struct Goal {
-    ran: Ran,
+struct ResumePoint {
+    ran: LoopRecord,
     /// Number of items to skip.
     skip: usize,
     /// Number of leading messages that are equal to those of the earlier run.
@@ -66,13 +66,13 @@ struct Goal {
 #[derive(Debug, Default)]
 struct Run {
     plan: Option<Arc<Resumable>>,
-    goal: Option<Goal>,
+    goal: Option<ResumePoint>,
     /// True once the goal's loop was reached and its items are skipped.
     skips: bool,
     /// Number of items of the loop so far.
     items: usize,
     inside: bool,
-    ran: Vec<Ran>,
+    ran: Vec<LoopRecord>,
     /// Amounts added to the counters of this run after it skipped items: bytes of text, fuel, bytes spent.
     shift: usize,
     fuel: u64,
@@ -81,7 +81,7 @@ struct Run {
 
 thread_local! {
     static RUN: RefCell<Run> = RefCell::default();
-    static SEEN: Cell<Seen> = const { Cell::new(Seen { all: false, read: 0 }) };
+    static SEEN: Cell<ReadState> = const { Cell::new(ReadState { all: false, read: 0 }) };
     static WRITTEN: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -89,7 +89,7 @@ thread_local! {
 #[derive(Debug)]
 pub(in crate::template) struct Outcome {
     /// The loops that ran, in order.
-    pub ran: Vec<Ran>,
+    pub ran: Vec<LoopRecord>,
     /// The number of the loop in which items were skipped, and how many were.
     pub skipped: Option<(usize, usize)>,
     /// Additional cost that the run would have had without skipping.
@@ -120,10 +120,10 @@ impl io::Write for Text {
 }
 
 /// Starts a recorded run. It resumes `earlier` if possible; the first `common` of `count` messages are equal in both.
-pub(in crate::template) fn begin(plan: &Arc<Resumable>, earlier: Option<&[Ran]>, common: usize, count: usize) {
+pub(in crate::template) fn begin(plan: &Arc<Resumable>, earlier: Option<&[LoopRecord]>, common: usize, count: usize) {
     let goal = earlier.and_then(|ran| goal(plan, ran, common, count));
     RUN.set(Run { plan: Some(Arc::clone(plan)), goal, ..Run::default() });
-    SEEN.set(Seen::default());
+    SEEN.set(ReadState::default());
     WRITTEN.set(0);
 }
 
@@ -140,8 +140,8 @@ pub(in crate::template) fn end() -> Outcome {
 }
 
 /// Chooses the loop with the most text, and the number of its items that may be skipped.
-fn goal(plan: &Resumable, ran: &[Ran], common: usize, count: usize) -> Option<Goal> {
-    let length = |ran: &Ran| ran.places.last().map_or(0, |place| place.text) - ran.before;
+fn goal(plan: &Resumable, ran: &[LoopRecord], common: usize, count: usize) -> Option<ResumePoint> {
+    let length = |ran: &LoopRecord| ran.places.last().map_or(0, |place| place.text) - ran.before;
     let ran = ran.iter().max_by_key(|ran| length(ran))?;
     let ahead = usize::from(plan.looks_ahead[ran.number]);
     // At least one item must run, so that this run produces the state after the loop.
@@ -150,7 +150,7 @@ fn goal(plan: &Resumable, ran: &[Ran], common: usize, count: usize) -> Option<Go
     let is_valid = |place: &Place| !place.seen.all && place.seen.read <= common;
     let valid_count = ran.places.iter().take_while(|place| is_valid(place)).count();
     let skip = limit.min(valid_count.saturating_sub(1));
-    (skip > 0).then(|| Goal { ran: ran.clone(), skip, common })
+    (skip > 0).then(|| ResumePoint { ran: ran.clone(), skip, common })
 }
 
 /// The messages of a call as a template sees them: a list that tracks which messages are read.
@@ -177,7 +177,7 @@ impl Messages {
 }
 
 fn note_all() {
-    SEEN.set(Seen { all: true, ..SEEN.get() });
+    SEEN.set(ReadState { all: true, ..SEEN.get() });
 }
 
 impl Object for Messages {
@@ -188,7 +188,7 @@ impl Object for Messages {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let at = self.first.saturating_add(key.as_usize()?);
         let seen = SEEN.get();
-        SEEN.set(Seen { read: seen.read.max(at.saturating_add(1)), ..seen });
+        SEEN.set(ReadState { read: seen.read.max(at.saturating_add(1)), ..seen });
         self.all.get(at).cloned()
     }
 
@@ -205,7 +205,7 @@ impl Object for Messages {
     fn is_true(self: &Arc<Self>) -> bool {
         // Checking for a message after `first` counts as reading it.
         let seen = SEEN.get();
-        SEEN.set(Seen { read: seen.read.max(self.first + 1), ..seen });
+        SEEN.set(ReadState { read: seen.read.max(self.first + 1), ..seen });
         !self.items().is_empty()
     }
 }
@@ -230,7 +230,7 @@ pub(in crate::template) fn turns(state: &mut State, items: Value, number: usize)
     limits::work(4 + messages.items().len())?;
     RUN.with_borrow_mut(|run| {
         let Some(plan) = run.plan.clone() else { return };
-        let seen = SEEN.replace(Seen::default());
+        let seen = SEEN.replace(ReadState::default());
         let entry = entry(&plan, state);
         run.skips |= run.goal.as_ref().is_some_and(|goal| {
             let independent = !goal.ran.seen.all && goal.ran.seen.read <= goal.common;
@@ -240,7 +240,7 @@ pub(in crate::template) fn turns(state: &mut State, items: Value, number: usize)
         run.items = 0;
         run.inside = true;
         let before = WRITTEN.get() + run.shift;
-        run.ran.push(Ran { number, first: messages.first, before, seen, entry, places: Vec::new() });
+        run.ran.push(LoopRecord { number, first: messages.first, before, seen, entry, places: Vec::new() });
     });
     Ok(Value::from_object(Items(Messages { all: Arc::clone(&messages.all), first: messages.first })))
 }
@@ -260,7 +260,7 @@ pub(in crate::template) fn kept(at: usize) -> Value {
     RUN.with_borrow(|run| run.goal.as_ref().and_then(|goal| goal.place()?.kept.get(at).cloned()).unwrap_or_default())
 }
 
-impl Goal {
+impl ResumePoint {
     fn place(&self) -> Option<&Place> {
         self.ran.places.get(self.skip)
     }

@@ -8,13 +8,13 @@ pub(super) mod analyze;
 pub(super) mod messages;
 pub(super) mod session;
 
-use super::environment::{self, Written};
+use super::environment::{self, RecordedRun};
 use super::marks::Alphabet;
 use super::{Call, Template, watch};
 use crate::error::Result;
 use messages::Outcome;
 use minijinja::value::Value;
-use session::{Earlier, Slot};
+use session::{LastRun, Slot};
 use std::sync::Arc;
 
 impl Template {
@@ -27,7 +27,7 @@ impl Template {
         values: Arc<[Value]>,
         tools: Option<Value>,
         alphabet: Option<&Alphabet>,
-    ) -> Result<&'s mut Earlier> {
+    ) -> Result<&'s mut LastRun> {
         let marks = alphabet.map_or(0, Alphabet::bits);
         let common = std::mem::replace(&mut slot.common, values.len());
         let earlier = slot.earlier.take();
@@ -36,11 +36,11 @@ impl Template {
             watch::begin(marks);
             let text = environment::render(&self.env, context, call.size);
             let noticed = watch::end();
-            return Ok(slot.earlier.insert(Earlier { text: text?, noticed, ..Earlier::default() }));
+            return Ok(slot.earlier.insert(LastRun { text: text?, noticed, ..LastRun::default() }));
         };
         let count = values.len();
         let context = call.variables(messages::Messages::value(values), tools, alphabet);
-        let run = |context: Value, earlier: Option<&Earlier>| {
+        let run = |context: Value, earlier: Option<&LastRun>| {
             messages::begin(plan, earlier.map(|earlier| earlier.ran.as_slice()), common, count);
             // Comparisons that were noticed in skipped items would be noticed again, so there is nothing left to watch
             // for.
@@ -55,20 +55,20 @@ impl Template {
             if let (Ok(written), outcome, noticed) = run(context.clone(), Some(&earlier))
                 && let Some(earlier) = joined(&written, earlier, outcome)
             {
-                return Ok(slot.earlier.insert(Earlier { noticed, ..earlier }));
+                return Ok(slot.earlier.insert(LastRun { noticed, ..earlier }));
             }
         }
         let (written, outcome, noticed) = run(context, None);
         let text = written?.text.written().map(str::to_owned).unwrap_or_default();
-        Ok(slot.earlier.insert(Earlier { ran: outcome.ran, text, noticed, ..Earlier::default() }))
+        Ok(slot.earlier.insert(LastRun { ran: outcome.ran, text, noticed, ..LastRun::default() }))
     }
 }
 
 /// Joins a resumed run with the earlier one. Returns `None` if a complete run could produce another text.
-fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<Earlier> {
+fn joined(written: &RecordedRun, mut earlier: LastRun, outcome: Outcome) -> Option<LastRun> {
     let text = written.text.written()?;
     let Some((number, skipped)) = outcome.skipped else {
-        return Some(Earlier { ran: outcome.ran, text: text.to_owned(), ..Earlier::default() });
+        return Some(LastRun { ran: outcome.ran, text: text.to_owned(), ..LastRun::default() });
     };
     let ran = earlier.ran.iter().find(|ran| ran.number == number)?;
     let (before, kept_bytes) = (ran.before, ran.places.get(skipped)?.text);
@@ -81,5 +81,5 @@ fn joined(written: &Written, mut earlier: Earlier, outcome: Outcome) -> Option<E
     }
     earlier.text.truncate(kept_bytes);
     earlier.text.push_str(text.get(before..)?);
-    Some(Earlier { ran: outcome.ran, kept: kept_bytes, ..earlier })
+    Some(LastRun { ran: outcome.ran, kept: kept_bytes, ..earlier })
 }

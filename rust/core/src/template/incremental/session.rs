@@ -6,10 +6,10 @@
 #[cfg(test)]
 mod tests;
 
-use super::messages::Ran;
+use super::messages::LoopRecord;
 use crate::error::Result;
 use crate::template::conversation::{Conversation, Selection};
-use crate::template::marks::{Alphabet, Marker, Noted, Seams, Stripped, Tag};
+use crate::template::marks::{Alphabet, MarkStats, Marker, Seams, Stripped, Tag};
 use crate::template::rendered::Rendered;
 use crate::template::server_message::Rules;
 use minijinja::value::Value;
@@ -86,14 +86,14 @@ pub(in crate::template) struct Slot {
     ends: Vec<End>,
     /// Number of leading messages that the last run shares with the current one.
     pub common: usize,
-    pub earlier: Option<Earlier>,
+    pub earlier: Option<LastRun>,
 }
 
 /// Messages with marks.
 #[derive(Debug)]
 pub(in crate::template) struct Marked {
     pub values: Arc<[Value]>,
-    pub noted: Noted,
+    pub noted: MarkStats,
     /// Number of bytes and seams that were processed.
     pub passed: usize,
 }
@@ -102,13 +102,13 @@ pub(in crate::template) struct Marked {
 #[derive(Debug, Clone, Copy)]
 struct End {
     tags: usize,
-    noted: Noted,
+    noted: MarkStats,
 }
 
 /// A run with its complete text.
 #[derive(Debug, Default)]
-pub(in crate::template) struct Earlier {
-    pub ran: Vec<Ran>,
+pub(in crate::template) struct LastRun {
+    pub ran: Vec<LoopRecord>,
     pub text: String,
     /// True if the run may have distinguished a marked string from a plain one.
     pub noticed: bool,
@@ -136,7 +136,7 @@ impl Slot {
     ) -> Marked {
         if (self.keep_null, self.alphabet.as_ref()) != (keep_null, Some(alphabet)) {
             *self = Self { keep_null, alphabet: Some(alphabet.clone()), tags: schemas, ..Self::default() };
-            self.ends.push(End { tags: self.tags.len(), noted: Noted::default() });
+            self.ends.push(End { tags: self.tags.len(), noted: MarkStats::default() });
         }
         self.values.truncate(self.common);
         self.ends.truncate(self.values.len() + 1);

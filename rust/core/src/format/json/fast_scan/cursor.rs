@@ -385,7 +385,7 @@ const UNESCAPED: [u8; 256] = {
     table
 };
 
-/// Reads the character of a `\u` escape, or of a surrogate pair, whose digits begin at `at`.
+/// Reads the character of a `\u` escape, or of a surrogate pair, whose digits start at `at`.
 fn unicode(bytes: &[u8], at: &mut usize) -> Option<char> {
     let first = four_digits(bytes, at)?;
     if !(0xD800..0xE000).contains(&first) {
@@ -491,10 +491,10 @@ impl Cursor<'_> {
 
     /// Reads a number in the usual format of logprobs: a digit, a point, at most 18 digits, no exponent.
     ///
-    /// The result is the same as that of `exactly` and `nearly`. There is one quotient here, and its magnitude is
+    /// The result equals the result of `exact_value` and `near_value`. There is one quotient here, and its magnitude is
     /// ordinary.
     #[inline(always)]
-    pub fn common(&mut self) -> Option<f64> {
+    pub fn short_decimal(&mut self) -> Option<f64> {
         let next = self.ahead::<27>()?;
         let negative = next[0] == b'-';
         let number = next[usize::from(negative)..].first_chunk::<26>()?;
@@ -522,12 +522,12 @@ impl Cursor<'_> {
     }
 
     /// Reads a number as a float64 that rounds to the same float32 as the nearest float64 does. Most numbers are read
-    /// by `common`.
+    /// by `short_decimal`.
     #[cold]
-    pub fn single(&mut self) -> Option<f64> {
+    pub fn float32_value(&mut self) -> Option<f64> {
         let start = self.place();
         let decimal = self.decimal()?;
-        if let Some(value) = decimal.exactly().or_else(|| decimal.nearly()) {
+        if let Some(value) = decimal.exact_value().or_else(|| decimal.near_value()) {
             return Some(value);
         }
         self.since(start)?.parse().ok().filter(|value: &f64| value.is_finite())
@@ -588,7 +588,7 @@ fn padded(rest: &[u8]) -> Option<u64> {
 impl Decimal {
     /// Returns the value if one correctly rounded operation computes it.
     #[inline]
-    fn exactly(&self) -> Option<f64> {
+    fn exact_value(&self) -> Option<f64> {
         let divisor = *POWERS.get(usize::try_from(self.power).ok()?)?;
         (self.fits && self.digits <= EXACT).then(|| self.signed(self.digits as f64 / divisor))
     }
@@ -600,7 +600,7 @@ impl Decimal {
     /// them. The lower 29 bits give the distance to the next midpoint. Only magnitudes of ordinary float32 are
     /// accepted.
     #[inline]
-    fn nearly(&self) -> Option<f64> {
+    fn near_value(&self) -> Option<f64> {
         let power = usize::try_from(self.power).ok().filter(|_| self.fits)?;
         let near = power.min(POWERS.len() - 1);
         let value = self.digits as f64 / POWERS[near] / POWERS.get(power - near)?;

@@ -5,7 +5,7 @@
 //! before.
 
 use super::cursor::{Cursor, Place, eight_digits, leading_digits, word_at};
-use crate::format::token_list::{Columns, Lists, Opened, Reading, Text, spelled};
+use crate::format::token_list::{Columns, EntryStart, Lists, Reading, Text, number_from_word};
 use crate::trace::Tokens;
 
 /// The meaning of a key of an entry.
@@ -20,7 +20,7 @@ enum Field {
 
 /// Layout of the previous entry: the bytes before each value, and those after the last.
 #[derive(Debug, Default)]
-struct Habit<'a> {
+struct EntryLayout<'a> {
     fields: Vec<(Expected<'a>, Field)>,
     end: Expected<'a>,
 }
@@ -120,7 +120,7 @@ impl<'a> Cursor<'a> {
         if self.peek() == b'n' {
             return self.word(b"null");
         }
-        let mut habit = Habit::default();
+        let mut habit = EntryLayout::default();
         self.open(b'[')?;
         let mut more = !self.closes(b']');
         while more {
@@ -145,7 +145,7 @@ impl<'a> Cursor<'a> {
 
     /// Reads an entry that has the same layout as the one before.
     #[inline]
-    fn as_before(&mut self, habit: &Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+    fn as_before(&mut self, habit: &EntryLayout<'a>, opened: EntryStart, columns: &mut Columns) -> Option<Read> {
         if habit.fields.is_empty() {
             return None;
         }
@@ -171,7 +171,7 @@ impl<'a> Cursor<'a> {
 
     /// Reads an entry key by key: an object or a number. In most lists only the first entry is read this way.
     #[cold]
-    fn entry(&mut self, habit: &mut Habit<'a>, opened: Opened, columns: &mut Columns) -> Option<Read> {
+    fn entry(&mut self, habit: &mut EntryLayout<'a>, opened: EntryStart, columns: &mut Columns) -> Option<Read> {
         let mut read = Read::default();
         habit.fields.clear();
         if self.peek() != b'{' {
@@ -209,7 +209,7 @@ impl<'a> Cursor<'a> {
 
     /// Reads the value of a key. If a key occurs twice, the last value counts.
     #[inline(always)]
-    fn field(&mut self, field: Field, read: &mut Read, opened: Opened, columns: &mut Columns) -> Option<()> {
+    fn field(&mut self, field: Field, read: &mut Read, opened: EntryStart, columns: &mut Columns) -> Option<()> {
         match field {
             Field::Token => {
                 columns.clear_text(opened);
@@ -229,13 +229,13 @@ impl<'a> Cursor<'a> {
 
     #[inline(always)]
     fn reading(&mut self) -> Option<Reading> {
-        if let Some(value) = self.common() {
+        if let Some(value) = self.short_decimal() {
             return Some(Reading::of(value));
         }
         if self.peek() == b'n' {
             return self.word(b"null").map(|()| Reading::Missing);
         }
-        self.single().or_else(|| self.bare().and_then(spelled)).map(Reading::of)
+        self.float32_value().or_else(|| self.bare().and_then(number_from_word)).map(Reading::of)
     }
 
     #[inline(always)]
@@ -298,7 +298,7 @@ impl<'a> Cursor<'a> {
     ///
     /// Most often the value lists the same token again, or others in the same layout.
     #[inline]
-    fn alternatives(&mut self, start: Place, values_end: Place, habit: &Habit<'a>) -> Option<()> {
+    fn alternatives(&mut self, start: Place, values_end: Place, habit: &EntryLayout<'a>) -> Option<()> {
         let value = self.place();
         if self.word(b"[]").is_some() {
             return Some(());
@@ -319,7 +319,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Skips a list of objects that have the layout of the entry, up to the current key.
-    fn others(&mut self, habit: &Habit<'a>) -> Option<()> {
+    fn others(&mut self, habit: &EntryLayout<'a>) -> Option<()> {
         self.list(|cursor| {
             for (before, field) in &habit.fields {
                 if *field != Field::Other {

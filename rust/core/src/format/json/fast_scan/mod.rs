@@ -2,7 +2,7 @@
 //!
 //! It returns the same value as `fallback`, or `None` at the first construct that it does not support: rare escapes,
 //! deep nesting, values of another type. Then `fallback` reads the record again and reports the error. The tests fuzz
-//! this property, `Some(x) == slowly(x)`.
+//! this property, `Some(x) == parse_generic(x)`.
 //!
 //! The records of a file usually repeat their tool schemas, so a schema text that was parsed before is taken from a
 //! cache.
@@ -15,7 +15,7 @@ mod entries;
 mod tests;
 
 use crate::format::json::object::{Kind, Node, Object, Slot};
-use crate::pool::soon;
+use crate::pool::try_lock_briefly;
 use crate::trace::{Pieces, Schemas, Tokens};
 use cursor::Cursor;
 use serde_json::{Map, Value};
@@ -78,7 +78,7 @@ impl<'a> Cursor<'a> {
             }
             Slot::Sign => {
                 self.skip()?;
-                object.signed = true;
+                object.has_sign = true;
             }
             Slot::Skip => self.skip()?,
         }
@@ -106,7 +106,7 @@ impl<'a> Cursor<'a> {
         self.ids_behind((&[], &[]))
     }
 
-    /// Reads the ids of a prompt. In a conversation each prompt usually begins with the ids of the one before.
+    /// Reads the ids of a prompt. In a conversation each prompt usually starts with the ids of the one before.
     fn prompt_ids(&mut self) -> Option<Vec<u32>> {
         let start = self.place();
         let (text, known_ids) = std::mem::take(&mut self.prompt);
@@ -116,7 +116,7 @@ impl<'a> Cursor<'a> {
         Some(ids)
     }
 
-    /// Reads a list of ids that may begin with a known text. The pair is that text and its ids.
+    /// Reads a list of ids that may start with a known text. The pair is that text and its ids.
     fn ids_behind(&mut self, (known_text, known_ids): (&[u8], &[u32])) -> Option<Vec<u32>> {
         // A list of numbers contains no brackets, so its commas give the number of ids.
         let end = memchr::memchr(b']', self.rest())?;
@@ -209,7 +209,7 @@ static SEEN: Mutex<VecDeque<(Box<str>, Schemas)>> = Mutex::new(VecDeque::new());
 
 impl Cursor<'_> {
     pub fn tools(&mut self) -> Option<Schemas> {
-        // A list ends with its own bracket, so a text that begins with a cached list begins with exactly that list.
+        // A list ends with its own bracket, so a text that starts with a cached list starts with exactly that list.
         if self.peek() != b'[' {
             return self.value().map(Schemas::new);
         }
@@ -221,7 +221,7 @@ impl Cursor<'_> {
         let tools = self.value().map(Schemas::new)?;
         let text = self.since(start)?;
         if text.len() <= TEXT_BYTES
-            && let Some(mut cache) = soon(&SEEN)
+            && let Some(mut cache) = try_lock_briefly(&SEEN)
         {
             cache.truncate(TEXTS - 1);
             cache.push_front((text.into(), Schemas::clone(&tools)));
@@ -230,9 +230,9 @@ impl Cursor<'_> {
     }
 }
 
-/// Returns the cached list that `text` begins with, and its length in bytes.
+/// Returns the cached list that `text` starts with, and its length in bytes.
 fn remembered(text: &[u8]) -> Option<(usize, Schemas)> {
-    let mut cache = soon(&SEEN)?;
+    let mut cache = try_lock_briefly(&SEEN)?;
     let at = cache.iter().position(|(source, _)| text.starts_with(source.as_bytes()))?;
     cache.swap(0, at);
     cache.front().map(|(source, tools)| (source.len(), Schemas::clone(tools)))

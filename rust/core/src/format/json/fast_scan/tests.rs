@@ -1,4 +1,4 @@
-use super::super::diagnose::slowly;
+use super::super::diagnose::parse_generic;
 use super::super::object::{Kind, Node};
 use super::cursor::Cursor;
 use super::{is_json, object};
@@ -10,7 +10,7 @@ use serde_json::json;
 /// does.
 fn same(text: &str) -> bool {
     let Some(scanned) = object(text, Kind::Record(is_sign)) else { return false };
-    let Ok(Node::Object(object)) = slowly(text, Kind::Record(is_sign)) else { panic!("{text}") };
+    let Ok(Node::Object(object)) = parse_generic(text, Kind::Record(is_sign)) else { panic!("{text}") };
     assert_eq!(format!("{scanned:?}"), format!("{object:?}"), "{text}");
     true
 }
@@ -67,8 +67,8 @@ fn a_number_beside_the_middle_of_two_float32_is_rounded_as_by_way_of_float64() {
         assert_eq!(exact.to_bits() & ((1 << 29) - 1), 1 << 28, "{text} is no longer a middle");
         assert_ne!(quick as f32, exact as f32, "{text} no longer tells the two apart");
         let behind = format!("{text}, {{\"token\": \"Hi\"}}");
-        let common = Cursor::new(&behind).common().unwrap_or(exact);
-        let found = Cursor::new(&behind).single().unwrap();
+        let common = Cursor::new(&behind).short_decimal().unwrap_or(exact);
+        let found = Cursor::new(&behind).float32_value().unwrap();
         assert_eq!([found as f32, common as f32], [exact as f32; 2], "{text}");
     }
 }

@@ -102,7 +102,7 @@ fn extend(lists: &mut Vec<(String, Vec<String>)>, key: &str, raw: &RawValue) -> 
     let items: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| {
         reject(Reason::WrongType, "TG-FORMAT-054", format!("`{key}` is not a list"))
             .why("Every chunk adds to it")
-            .cure("Record the chunks as they came")
+            .fix("Record the chunks as they came")
     })?;
     let index = lists.iter().position(|(name, _)| name == key).unwrap_or_else(|| {
         lists.push((key.to_owned(), Vec::new()));
@@ -220,7 +220,7 @@ pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i
             format!("sample {index} is asked for but the stream does not have it"),
         )
         .why("There is no generation to read")
-        .cure("Name an existing one")
+        .fix("Name an existing one")
     })?;
     let last = sample.last().copied().unwrap_or_default();
     let meta = chunks[last].object("meta_info")?.unwrap_or_default();

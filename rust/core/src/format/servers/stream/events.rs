@@ -121,7 +121,7 @@ pub(super) fn without_repeats(events: Vec<String>, notes: &mut Vec<Note>) -> Vec
     events.into_iter().skip(start).collect()
 }
 
-/// Returns the index at which the last attempt begins: a chunk with a new id that starts a message, after several
+/// Returns the index at which the last attempt starts: a chunk with a new id that starts a message, after several
 /// chunks of another id.
 fn last_attempt(events: &[String]) -> usize {
     let (mut start, mut current, mut of_current) = (0, None, 0);
@@ -136,7 +136,7 @@ fn last_attempt(events: &[String]) -> usize {
     start
 }
 
-/// Returns the id of a chunk, and whether its delta begins a message.
+/// Returns the id of a chunk, and whether its delta starts a message.
 fn identity(event: &str) -> Option<(String, bool)> {
     let chunk = Outline::parse(event).ok()?;
     let id = chunk.text("id").ok()??;
@@ -148,7 +148,7 @@ fn identity(event: &str) -> Option<(String, bool)> {
 pub(super) fn not_a_stream(what: &str) -> Rejection {
     reject(Reason::WrongType, "TG-FORMAT-056", format!("not a stream: {what}"))
         .why("What the policy sampled cannot be put together")
-        .cure("Record the chunks as they came, or the assembled response")
+        .fix("Record the chunks as they came, or the assembled response")
 }
 
 #[cfg(test)]

@@ -19,10 +19,10 @@ use serde_json::value::RawValue;
 use std::collections::HashSet;
 
 pub(in super::super) const FORM: Form =
-    Form { name: "stream", sign: "its response is a list of chunks or the text of events" };
+    Form { name: "stream", reason: "its response is a list of chunks or the text of events" };
 
 /// The complete response of a stream.
-pub(in super::super) struct Whole {
+pub(in super::super) struct CompleteResponse {
     pub text: String,
     /// Number of the choice of `text` that was used, if the record contains it.
     pub choice: Option<i32>,
@@ -34,13 +34,13 @@ pub(in super::super) struct Whole {
 
 /// Assembles a list of chunks or a text of events, or selects one of a list of complete responses. `choice` is the
 /// number of the choice that was used, if the record contains it.
-pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded<Whole> {
+pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded<CompleteResponse> {
     let (events, mut notes) = events::read(raw)?;
     if events.len() > 1 {
         let answers = parsed(&events)?.into_iter().enumerate().filter(|(_, chunk)| !failed(chunk)).collect::<Vec<_>>();
         if are_whole(&answers) {
             let (at, choice, unused) = pick(&answers, choice)?;
-            return Ok(Whole { text: events[at].clone(), choice, unused, notes });
+            return Ok(CompleteResponse { text: events[at].clone(), choice, unused, notes });
         }
     }
     let events = events::without_repeats(events, &mut notes);
@@ -54,7 +54,7 @@ pub(in super::super) fn assemble(raw: &RawValue, choice: Option<i32>) -> Decoded
         }
         Kind::Whole => events.first().cloned().unwrap_or_default(),
     };
-    Ok(Whole { text, choice, unused: 0, notes })
+    Ok(CompleteResponse { text, choice, unused: 0, notes })
 }
 
 fn parsed(events: &[String]) -> Decoded<Vec<Outline<'_>>> {
@@ -87,14 +87,14 @@ fn key_of(answer: &Outline<'_>) -> (Option<String>, i32) {
 /// Returns whether a response of any server is complete: it contains how it ended.
 fn is_whole(answer: &Outline<'_>) -> bool {
     if let Some(choice) = answer.first_of("choices") {
-        return choice.has("message") || !choice.names("delta") && choice.has("finish_reason");
+        return choice.has("message") || !choice.has_key("delta") && choice.has("finish_reason");
     }
     let is_true = |key: &str| answer.value(key).ok().flatten() == Some(Value::Bool(true));
     match kind_of(answer) {
         Some(Kind::Sglang) => answer.object("meta_info").ok().flatten().is_some_and(|meta| meta.has("finish_reason")),
         Some(Kind::Whole) => true,
         Some(Kind::Parts(_)) => is_true("done") || is_true("stop") && !answer.has("token"),
-        None => SERVERS.iter().any(|server| (server.knows)(answer)),
+        None => SERVERS.iter().any(|server| (server.recognizes)(answer)),
     }
 }
 
@@ -103,10 +103,10 @@ fn failed(answer: &Outline<'_>) -> bool {
     answer.has("error") && answer.first_of("choices").is_none()
 }
 
-/// Returns the index of the response that contains choice `wanted`, the choice's number in that response, and the
+/// Returns the index of the response that contains choice `choice_number`, the choice's number in that response, and the
 /// number of ignored choices.
-fn pick(answers: &[(usize, Outline<'_>)], wanted: Option<i32>) -> Decoded<(usize, Option<i32>, u32)> {
-    let (mut before, first) = (0, wanted.unwrap_or(0));
+fn pick(answers: &[(usize, Outline<'_>)], choice_number: Option<i32>) -> Decoded<(usize, Option<i32>, u32)> {
+    let (mut before, first) = (0, choice_number.unwrap_or(0));
     let mut selected = None;
     for (at, answer) in answers {
         let choices = answer.objects("choices")?;
@@ -119,7 +119,7 @@ fn pick(answers: &[(usize, Outline<'_>)], wanted: Option<i32>) -> Decoded<(usize
         before = before.saturating_add(count);
     }
     let (at, choice) = selected.ok_or_else(|| no_choice(first, before as usize, "choices"))?;
-    Ok((at, choice, if wanted.is_some() { 0 } else { (before - 1) as u32 }))
+    Ok((at, choice, if choice_number.is_some() { 0 } else { (before - 1) as u32 }))
 }
 
 fn chunk(event: &str, at: usize) -> Decoded<Outline<'_>> {
@@ -141,7 +141,7 @@ fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
     if let Some(choice) = chunk.first_of("choices") {
         return Some(if choice.has("message") {
             Kind::Whole
-        } else if choice.names("delta") {
+        } else if choice.has_key("delta") {
             Kind::Parts(chunks::chat)
         } else {
             Kind::Parts(chunks::completions)
@@ -162,7 +162,7 @@ fn kind_of(chunk: &Outline<'_>) -> Option<Kind> {
         (chunk.is("details", Shape::Object), Kind::Whole),
         (chunk.is("done", Shape::Bool), Kind::Parts(chunks::ollama)),
         (chunk.is("candidates", Shape::List), Kind::Parts(chunks::gemini)),
-        (chunk.is("content", Shape::Text) && chunk.names("stop"), Kind::Parts(chunks::llama_cpp)),
+        (chunk.is("content", Shape::Text) && chunk.has_key("stop"), Kind::Parts(chunks::llama_cpp)),
     ];
     signs.into_iter().find_map(|(is, kind)| is.then_some(kind))
 }
@@ -178,5 +178,5 @@ fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {
         format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")),
     )
     .why("No known server streams so, and what the policy sampled cannot be read from it")
-    .cure("See docs/trace-format.md for the servers whose streams are read")
+    .fix("See docs/trace-format.md for the servers whose streams are read")
 }

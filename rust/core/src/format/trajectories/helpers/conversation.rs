@@ -12,15 +12,15 @@ use serde_json::value::RawValue;
 
 /// A conversation while it is read.
 #[derive(Default)]
-pub struct Talk {
+pub struct ConversationBuilder {
     body: Body,
     /// Messages of the current branch.
     path: Vec<u32>,
 }
 
-impl Talk {
+impl ConversationBuilder {
     /// Adds a message that the policy did not sample.
-    pub fn given(&mut self, message: Message) -> u32 {
+    pub fn add_prompt(&mut self, message: Message) -> u32 {
         let index = self.body.messages.len() as u32;
         self.body.messages.push(message);
         self.path.push(index);
@@ -28,25 +28,25 @@ impl Talk {
     }
 
     /// Adds a message that the policy sampled after all previous ones.
-    pub fn said(&mut self, message: Message, generation: Generation) -> Decoded<()> {
+    pub fn add_sampled(&mut self, message: Message, generation: Generation) -> Decoded<()> {
         self.body.budget.spend(self.path.len())?;
         let context = self.path.clone();
-        let message = self.given(message);
+        let message = self.add_prompt(message);
         self.body.generations.push(Generation { message, context, ..generation });
         Ok(())
     }
 
     /// Adds a message. It was sampled if its role is assistant.
-    pub fn heard(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
+    pub fn add_by_role(&mut self, message: Message, sampling: &Sampling) -> Decoded<()> {
         if message.role() == "assistant" {
-            return self.said(message, sampling.generation());
+            return self.add_sampled(message, sampling.generation());
         }
-        self.given(message);
+        self.add_prompt(message);
         Ok(())
     }
 
-    /// Ends this branch. The first branch is the conversation; the next message begins another branch.
-    pub fn branch(&mut self) {
+    /// Ends this branch. The first branch is the conversation; the next message starts another branch.
+    pub fn end_branch(&mut self) {
         let path = std::mem::take(&mut self.path);
         if self.body.conversation.is_empty() {
             self.body.conversation = path;
@@ -54,7 +54,7 @@ impl Talk {
     }
 
     pub fn finish(mut self) -> Body {
-        self.branch();
+        self.end_branch();
         self.body
     }
 }
@@ -73,17 +73,17 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
         let prompt = record.text("prompt")?.map_or(Prompt::Unknown, Prompt::Text);
         return Ok(texts(prompt, record.text("completion")?.unwrap_or_default(), sampling));
     }
-    let mut talk = Talk::default();
+    let mut talk = ConversationBuilder::default();
     for message in prompt.unwrap_or_default() {
-        talk.given(message);
+        talk.add_prompt(message);
     }
     if let Some(completion) = completion {
         for message in completion {
-            talk.heard(message, sampling)?;
+            talk.add_by_role(message, sampling)?;
         }
     } else {
         let text = record.text("completion")?.unwrap_or_default();
-        talk.heard(plain("assistant", text), sampling)?;
+        talk.add_by_role(plain("assistant", text), sampling)?;
     }
     Ok(talk.finish())
 }
@@ -91,7 +91,7 @@ pub fn columns(record: &Outline<'_>, sampling: &Sampling) -> Decoded<Body> {
 /// Reads a list of chat messages, or returns `None` if the value is something else.
 pub fn messages(record: &Outline<'_>, key: &str) -> Decoded<Option<Vec<Message>>> {
     let Some(raw) = record.get(key).filter(|raw| is_chat(raw)) else { return Ok(None) };
-    let values: Vec<Value> = serde_json::from_str(&json_number::kept(raw.get())).map_err(|error| {
+    let values: Vec<Value> = serde_json::from_str(&json_number::replace_big_numbers(raw.get())).map_err(|error| {
         let complaint = error.to_string();
         not_a_trace("TG-FORMAT-065", format!("`{key}`: {}", complaint.split(" at line ").next().unwrap_or_default()))
     })?;

@@ -28,7 +28,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// Creates a row from a prompt and a response. The other columns begin at the response's first id. Without a mask
+    /// Creates a row from a prompt and a response. The other columns start at the response's first id. Without a mask
     /// all of the response was sampled.
     pub fn after_prompt(
         prompt: Vec<u32>,
@@ -67,7 +67,7 @@ impl Row {
     }
 
     /// Removes the tokens that the row's attention mask marks as padding.
-    pub fn unpadded(mut self, attention_mask: &[bool]) -> Decoded<Self> {
+    pub fn without_padding(mut self, attention_mask: &[bool]) -> Decoded<Self> {
         if attention_mask.len() != self.ids.len() {
             return Err(lengths("attention mask", attention_mask.len(), self.ids.len()));
         }
@@ -100,7 +100,7 @@ impl Row {
             body.generations.push(generation);
             (at, prompt_start) = (end, end);
         }
-        self.tell(&mut body);
+        self.set_end(&mut body);
         Ok(body)
     }
 
@@ -119,7 +119,7 @@ impl Row {
     }
 
     /// Sets the finish reason of the last generation. Sets its text too, if it is the only generation and ends the row.
-    fn tell(self, body: &mut Body) {
+    fn set_end(self, body: &mut Body) {
         let is_single = body.generations.len() == 1 && self.sampled.last() == Some(&true);
         let Some(last) = body.generations.last_mut() else { return };
         last.finish_reason = self.finish_reason;
@@ -169,7 +169,7 @@ pub fn all_zero(tokens: &Tokens) -> Option<Note> {
 pub fn lengths(what: &str, found: usize, ids: usize) -> Rejection {
     reject(Reason::Contradiction, "TG-FORMAT-067", format!("a {what} of {found} beside {ids} ids"))
         .why("Which number belongs to which token cannot be known")
-        .cure("Record one number for each id")
+        .fix("Record one number for each id")
 }
 
 #[cfg(test)]
@@ -177,7 +177,7 @@ mod tests {
     use super::*;
 
     fn known(values: &[f32]) -> Vec<Reading> {
-        values.iter().map(|&value| Reading::Known(value)).collect()
+        values.iter().map(|&value| Reading::Value(value)).collect()
     }
 
     #[test]
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn missing_numbers_are_counted_where_they_were_sampled_only() {
-        let readings = Some(vec![Reading::Missing, Reading::Invalid, Reading::Known(-1.0)]);
+        let readings = Some(vec![Reading::Missing, Reading::Invalid, Reading::Value(-1.0)]);
         let mask = Some(vec![false, true, true]);
         let row = Row::after_prompt(vec![9], vec![1, 2, 3], mask, readings).unwrap();
         let body = row.decode(&Sampling::default()).unwrap();

@@ -133,11 +133,11 @@ impl Attributes {
             .as_ref()
             .and_then(|response_message| response_message.get("finish_reason")?.as_str())
             .map(str::to_owned);
-        let heard = self.heard()?;
+        let sampled_messages = self.heard()?;
         let ids = self.ids(PROMPT_IDS)?;
         let definitions = self.first(&["gen_ai.tool.definitions"]).map(|(_, tools)| tools);
         let model = self.text("gen_ai.request.model").or_else(|| self.text("gen_ai.response.model"));
-        let request = Request { tools: tools(definitions), model, ..Request::of(heard, ids) };
+        let request = Request { tools: tools(definitions), model, ..Request::of(sampled_messages, ids) };
         let answer =
             message(response_message.map_or_else(|| json!({"role": "assistant", "content": null}), chat_message))?;
         let entry = Entry::sampled(answer, generation, 0);
@@ -163,17 +163,17 @@ impl Attributes {
     /// Returns the messages of the request.
     fn heard(&self) -> Decoded<Vec<Message>> {
         let prompts = ["gen_ai.input.messages", "gen_ai.prompt", "agentlightning.operation.input.messages"];
-        let mut heard = Vec::new();
+        let mut sampled_messages = Vec::new();
         if let Some((_, Value::Array(parts))) = self.first(&["gen_ai.system_instructions"]) {
-            heard.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
+            sampled_messages.push(message(chat_message(json!({"role": "system", "parts": parts})))?);
         }
         let value = prompts.iter().find_map(|prefix| self.unfolded(prefix));
         if let Some(Value::Array(items)) = value {
             for value in items.into_iter().flat_map(spread) {
-                heard.push(message(chat_message(value))?);
+                sampled_messages.push(message(chat_message(value))?);
             }
         }
-        Ok(heard)
+        Ok(sampled_messages)
     }
 
     /// Returns the response message.
@@ -202,14 +202,14 @@ fn ids_of(name: &str, value: Value) -> Decoded<Vec<u32>> {
 fn no_ids(name: &str) -> Rejection {
     reject(Reason::IdOutOfRange, "TG-FORMAT-068", format!("`{name}` is not a list of token ids"))
         .why("What was sampled cannot be known")
-        .cure("Record ids as integers from 0 to 2147483647, as a list or as the text of one")
+        .fix("Record ids as integers from 0 to 2147483647, as a list or as the text of one")
 }
 
 fn logprobs_of(text: &str) -> Decoded<Tokens> {
     logprobs_in(text).map(Option::unwrap_or_default).map_err(|fault| {
         reject(Reason::WrongType, "TG-FORMAT-069", format!("`logprobs.content`: {}", fault.complaint()))
             .why("Which logprob belongs to which token cannot be known")
-            .cure("Record the entries as the server sent them")
+            .fix("Record the entries as the server sent them")
     })
 }
 

@@ -1,4 +1,4 @@
-//! Gates, which reject terms by bounds on a statistic or by a budget, and the levels that gates and weights share.
+//! Gates, which reject terms by bounds on a statistic or by a budget, and the levels that rejections and weights share.
 //!
 //! The budget (M2PO, arXiv 2510.01161) keeps terms up to the largest allowed value, which a radix descent over the
 //! bits of the values finds. AReaL sorts instead, and considers all terms.
@@ -7,7 +7,7 @@ use super::all_reduce::{Exchange, Op};
 use super::block::{Block, Work};
 use super::estimators::clamped;
 use super::float::{Real, Vector};
-use super::plan::{Agg, Budget, Gate, LOG_RATIO_LIMIT, Level, Over, Stat, When};
+use super::plan::{Aggregation, LOG_RATIO_LIMIT, Over, Reduce, Rejection, RejectionBudget, Stat, When};
 use super::segments::{Local, Totals, prefix};
 use crate::error::Result;
 
@@ -26,7 +26,7 @@ pub(super) fn beyond(found: &Found) -> f64 {
 impl<F: Real> Block<'_, F> {
     /// Aggregates `work.values`, or the log-ratio if `of_log_ratio`. Overwrites `work.factor` and the flags.
     #[inline(always)]
-    pub fn aggregate(&mut self, local: Local<'_>, level: Level, of_log_ratio: bool) -> Result<Found> {
+    pub fn aggregate(&mut self, local: Local<'_>, level: Aggregation, of_log_ratio: bool) -> Result<Found> {
         let Work { log_ratio, values, factor, known, flags, .. } = &mut *self.work;
         let (mut values, mut counted) = (if of_log_ratio { log_ratio } else { values }, known);
         if level.kept {
@@ -43,37 +43,37 @@ impl<F: Real> Block<'_, F> {
         }
         let mut totals = Totals::of(local, values, counted, level.agg);
         if level.over == Over::Batch {
-            let op = if level.agg == Agg::Max { Op::Max } else { Op::Sum };
+            let op = if level.agg == Reduce::Max { Op::Max } else { Op::Sum };
             self.context.exchange.all_reduce(&mut totals.value, op)?;
             self.context.exchange.all_reduce(&mut totals.count, Op::Sum)?;
         }
         Ok(Found::Segments(totals.finish(level.agg)))
     }
 
-    /// Rejects the terms that fail the gate.
+    /// Rejects the terms that fail the rejection.
     #[inline(always)]
-    pub fn gate<V: Vector<Element = F>>(&mut self, gate: &Gate) -> Result<()> {
-        self.take::<V>(gate.ratio);
-        let [num, den] = self.logprobs(gate.ratio);
+    pub fn rejection<V: Vector<Element = F>>(&mut self, rejection: &Rejection) -> Result<()> {
+        self.take::<V>(rejection.ratio);
+        let [num, den] = self.logprobs(rejection.ratio);
         let work = &mut *self.work;
-        let of_log_ratio = matches!(gate.stat, Stat::Ratio | Stat::K1);
-        if !of_log_ratio || gate.level.over == Over::Token {
-            gate.stat.of(&work.log_ratio, num, den, &mut work.values);
+        let of_log_ratio = matches!(rejection.stat, Stat::Ratio | Stat::K1);
+        if !of_log_ratio || rejection.level.over == Over::Token {
+            rejection.stat.of(&work.log_ratio, num, den, &mut work.values);
         }
-        match self.local(gate.level.over) {
-            None => self.fail_tokens(gate),
+        match self.local(rejection.level.over) {
+            None => self.fail_tokens(rejection),
             Some(local) => {
-                let levels = self.aggregate(local, gate.level, of_log_ratio)?;
-                self.fail_levels(gate, local, levels);
+                let levels = self.aggregate(local, rejection.level, of_log_ratio)?;
+                self.fail_levels(rejection, local, levels);
             }
         }
-        if gate.when != When::Always {
-            let holds = self.holds(gate.when);
+        if rejection.when != When::Always {
+            let holds = self.holds(rejection.when);
             for (failed, holds) in self.work.flags.iter_mut().zip(holds) {
                 *failed &= holds;
             }
         }
-        if let Some(local) = self.local(gate.scope).filter(|_| gate.scope != gate.level.over) {
+        if let Some(local) = self.local(rejection.scope).filter(|_| rejection.scope != rejection.level.over) {
             self.widen(local);
         }
         for (keep, &failed) in self.keep.iter_mut().zip(&self.work.flags) {
@@ -84,10 +84,10 @@ impl<F: Real> Block<'_, F> {
 
     /// Flags the terms outside the bounds. NaN (unknown) is never flagged.
     #[inline(always)]
-    fn fail_tokens(&mut self, gate: &Gate) {
-        let (low, high) = (F::of(gate.low), F::of(gate.high));
+    fn fail_tokens(&mut self, rejection: &Rejection) {
+        let (low, high) = (F::of(rejection.low), F::of(rejection.high));
         let work = &mut *self.work;
-        if gate.stat == Stat::Ratio {
+        if rejection.stat == Stat::Ratio {
             for (value, &ratio) in work.values.iter_mut().zip(&work.ratio) {
                 *value = if value.is_known() { ratio } else { F::NAN };
             }
@@ -99,14 +99,14 @@ impl<F: Real> Block<'_, F> {
 
     /// Flags the terms whose turn, trace, group, batch or prefix is outside the bounds. Unknown terms are flagged with
     /// it.
-    fn fail_levels(&mut self, gate: &Gate, local: Local<'_>, found: Found) {
-        let is_log = gate.stat == Stat::Ratio;
-        if is_log && gate.level.over != Over::Batch {
+    fn fail_levels(&mut self, rejection: &Rejection, local: Local<'_>, found: Found) {
+        let is_log = rejection.stat == Stat::Ratio;
+        if is_log && rejection.level.over != Over::Batch {
             self.sums.stats.clamped_levels += beyond(&found);
         }
         let fails = |level: f64| {
             let bounded = if is_log { clamped(level).exp() } else { level };
-            !level.is_nan() && (bounded < gate.low || bounded > gate.high)
+            !level.is_nan() && (bounded < rejection.low || bounded > rejection.high)
         };
         match found {
             Found::Segments(levels) => {
@@ -141,7 +141,7 @@ const DIGIT: u32 = 11;
 
 impl<F: Real> Block<'_, F> {
     /// Rejects the terms with the largest statistic until the mean of the remaining ones is within the budget.
-    pub fn budget<V: Vector<Element = F>>(&mut self, plan: &Budget) -> Result<()> {
+    pub fn budget<V: Vector<Element = F>>(&mut self, plan: &RejectionBudget) -> Result<()> {
         self.take::<V>(plan.ratio);
         let [num, den] = self.logprobs(plan.ratio);
         let advantages = self.advantages();
@@ -219,11 +219,11 @@ fn histogram<F: Real>(values: &[F], path: u64, left: u32, shift: u32) -> Vec<f64
 
 #[cfg(test)]
 mod tests {
-    use super::super::Alone;
+    use super::super::SingleRank;
     use super::*;
 
     fn kept(values: &[f64], mean: f64) -> Vec<f64> {
-        let limit = threshold(values, mean, &Alone).unwrap();
+        let limit = threshold(values, mean, &SingleRank).unwrap();
         values.iter().copied().filter(|&value| value <= limit).collect()
     }
 
