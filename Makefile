@@ -147,8 +147,8 @@ test-oldest: .venv-oldest/ready  ## the tests of what uses torch, under the olde
 
 docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 	$(BIN)/python tools/generate_docs.py
-	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --out docs/quickstart.md
-	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/study.py --page docs/explanation/benchmarks.md
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/explanation/benchmarks.md
 
 layout: $(VENV)/dev  ## the picture of the packages in DESIGN.md, from the imports
 	$(BIN)/python tools/draw_layout.py docs/layout.svg

@@ -9,7 +9,7 @@ after each pass, one sample of 512 fresh prompts at temperature 1. Arms differ i
 - TOPR, which takes theta/rollout and no `old`;
 - no clip, two passes: the ratio theta/rollout times A, by the recorded logprobs; or A alone, as if theta had sampled.
 
-What is in the file already is not run again. docs/choosing.md shows the figures.
+What is in the file already is not run again. docs/explanation/benchmarks.md shows the figures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How much of what records say is recovered: tokens and traces per format and tier, and the table of docs/alignment.md.
+"""Count what is recovered of records: tokens and traces per format and alignment level, and the table of a page.
 
-    python benches/recovery.py --out benches/results/recovery.json --page docs/alignment.md
+    python benches/recovery.py --out benches/results/recovery.json --page docs/explanation/benchmarks.md
 
 Recordings of real servers and what producers' own code wrote (tests/golden), each also with its ids withheld where it
 has some. *Recovered*: held with an exact id. *Masked*: listed by the record, which does not determine the id.

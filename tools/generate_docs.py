@@ -1,5 +1,5 @@
-"""Write the parts of docs/ that are made from the code: all of losses.md, coming-from.md and reference/errors.md, the
-findings of doctor.md, and the tables of metrics.md and configuration.md.
+"""Write the parts of docs/ that are made from the code: how-to/coming-from.md, and in reference/ losses.md,
+errors.md, the findings of findings.md, and the tables of metrics.md and configuration.md.
 
     python tools/generate_docs.py
 """
@@ -38,20 +38,21 @@ _T = TypeVar("_T")
 
 _COMING_FROM = """# Coming from TRL, verl, ART or prime-rl
 
-`rollouts/` below is a folder of recorded trajectories in [any of these forms](trace-format.md#trajectory-dumps).
+`rollouts/` below is a folder of recorded trajectories in
+[any of these forms](../reference/trace-format.md#trajectory-dumps).
 
 - **TRL**: tracegrad reads a `GRPOConfig` in YAML, reward functions, completions in Parquet, and the rows of a
   rollout function. Pass the config with `--from-config trl:grpo.yaml`. `tg.online.train(model, tasks, rewards=[f])`
   accepts reward functions unchanged, and `environment=` a class that was written for `environment_factory`. To keep
-  GRPOTrainer, use [`FromTraces` or `WithObjective`](trainers.md).
+  GRPOTrainer, use [`FromTraces` or `WithObjective`](other-trainers.md).
 - **verl**: tracegrad reads a config as verl prints it, rows of `DataProto`, and the dump of `rollout_data_dir`.
   Pass `--from-config verl:resolved.yaml` and `--logprob-kind processed`, because verl requests processed logprobs
-  from vLLM. To keep verl, use [`correct_batch` and `register`](trainers.md).
+  from vLLM. To keep verl, use [`correct_batch` and `register`](other-trainers.md).
 - **ART**: tracegrad reads trajectories with `messages_and_choices` and a train config. Pass `--from-config
   art:train.json`. `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups, like RULER. To keep
-  ART, use [`to_traces` and `to_groups`](trainers.md).
+  ART, use [`to_traces` and `to_groups`](other-trainers.md).
 - **prime-rl**: tracegrad reads rollouts of verifiers, and runs environments of its hub. It does not read the
-  config. The loss is a [preset](losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
+  config. The loss is a [preset](../reference/losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
   `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
 
 Two things are new compared with all of them. The recorded logprobs weight every token. Missing logprobs are
@@ -74,7 +75,7 @@ PEER:FILE`:
 ```python
 recipe = tg.recipes.from_trl({"epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
 print(recipe)
-objective = recipe.objective  # for your own loop: extending.md
+objective = recipe.objective  # for your own loop: extend.md
 ```
 
 Some options control only the run and have no counterpart (TRL's `max_steps`). A run refuses them; the objective is
@@ -92,13 +93,13 @@ the groups of a step.
 `python tools/generate_docs.py` makes the tables from the code. Each row is the effect of one option (with the
 options that it needs, in brackets). `objective.surrogate.high = 0.28` is also `--objective.surrogate.high 0.28`.
 Tests check that each value reproduces the peer's own loss and gradient. Learning rates, optimizer and passes are
-options of `tracegrad train`, in [configuration.md](configuration.md). The standard deviation of a group has 1e-4
-added, as in TRL; the others add 1e-6.
+options of `tracegrad train`, in [configuration.md](../reference/configuration.md). The standard deviation of a group
+has 1e-4 added, as in TRL; the others add 1e-6.
 """
 
 
 def coming_from_page() -> str:
-    """Return docs/coming-from.md: the counterpart of each option of other trainers, computed by building recipes."""
+    """Return docs/how-to/coming-from.md: the counterpart of each option of other trainers."""
     return "\n".join([_COMING_FROM, *map(_peer_section, PEERS)])
 
 
@@ -169,7 +170,8 @@ _LOSSES = """# Losses
 
 This page lists every recipe of `tracegrad.recipes` and every preset of `tracegrad.objective.presets`. Each preset
 has a description, its formula as `print(preset)` shows it, its value as code, its paper, and the differences from
-peers' conventions. To choose one, see [choosing.md](choosing.md). [PARITY.md](../PARITY.md) lists the third-party
+peers' conventions. To choose one, see [choose-an-objective.md](../how-to/choose-an-objective.md).
+[PARITY.md](../../PARITY.md) lists the third-party
 code with equal numbers. `python tools/generate_docs.py` makes this page from the code.
 
 In the formulas *theta* is the policy in training, *old* is recomputed before the step, *rollout* is recorded, and
@@ -179,13 +181,13 @@ its fields: `override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAP
 
 BAPO (arXiv 2510.18927) is not available. At every step it searches its bounds, from [0.6, 1.2] up to [0.9, 3],
 until good tokens make up a set share of the loss of the full batch. Here the policy in training only processes one
-micro-batch at a time ([DESIGN.md](../DESIGN.md)). `--objective.surrogate.low 0.4 --objective.surrogate.high 0.2`
+micro-batch at a time ([DESIGN.md](../../DESIGN.md)). `--objective.surrogate.low 0.4 --objective.surrogate.high 0.2`
 are its initial bounds.
 """
 
 
 def losses_page() -> str:
-    """Return docs/losses.md: every recipe, and every preset with its formula, its code and its paper."""
+    """Return docs/reference/losses.md: every recipe, and every preset with its formula, its code and its paper."""
     parts = [_LOSSES, _recipes(), _preset_index()]
     for title, rest, names in families():
         parts.append(f"## {title.rstrip('.')}\n" + (f"\n{rest}\n" if rest else ""))
@@ -349,13 +351,13 @@ def with_tables(page: str, tables: Mapping[str, Iterable[Metric]]) -> str:
 
 def main() -> None:
     """Write the pages."""
-    (DOCS / "losses.md").write_text(losses_page(), encoding="utf-8")
-    (DOCS / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
+    (DOCS / "reference" / "losses.md").write_text(losses_page(), encoding="utf-8")
+    (DOCS / "how-to" / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
     (DOCS / "reference" / "errors.md").write_text(error_codes.page(), encoding="utf-8")
     for name, change in (
-        ("doctor.md", with_findings),
-        ("metrics.md", lambda page: with_tables(page, TABLES)),
-        ("configuration.md", with_options),
+        ("reference/findings.md", with_findings),
+        ("reference/metrics.md", lambda page: with_tables(page, TABLES)),
+        ("reference/configuration.md", with_options),
     ):
         page = DOCS / name
         page.write_text(change(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -78,12 +78,12 @@ def stage(folder: Path) -> None:
     """All pages into `folder`/pages, and what the builder is told beside them."""
     pages = folder / "pages"
     (pages / "python").mkdir(parents=True)
-    start = (ROOT / "README.md").read_text(encoding="utf-8")
-    _write(pages / "index.md", re.sub(r"\]\(docs/([\w-]+\.png)", r"](\1", start), ROOT)
-    for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ABOUT)]:
-        _write(pages / page.name, page.read_text(encoding="utf-8"), page.parent)
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
         shutil.copy(picture, pages)
+    start = (ROOT / "README.md").read_text(encoding="utf-8")
+    _write(pages, Path("index.md"), re.sub(r"\]\(docs/([\w-]+\.png)", r"](\1", start), ROOT)
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ABOUT)]:
+        _write(pages, _address(page), page.read_text(encoding="utf-8"), page.parent)
     made = api()
     for name, text in made.items():
         (pages / "python" / f"{name}.md").write_text(text, encoding="utf-8")
@@ -95,20 +95,27 @@ def stage(folder: Path) -> None:
     (folder / "zensical.toml").write_text(told, encoding="utf-8")
 
 
-def _write(target: Path, text: str, folder: Path) -> None:
-    """A page with the files that it links to beside it, its lists and bars as this builder's markdown wants them."""
+def _address(page: Path) -> Path:
+    """Return the path of a page in the site: that below docs/, or the name of a page of the root."""
+    return page.relative_to(ROOT / "docs") if ROOT / "docs" in page.parents else Path(page.name)
+
+
+def _write(pages: Path, address: Path, text: str, folder: Path) -> None:
+    """Write a page, and copy the files that it links to. Lists and bars are as this builder's markdown needs them."""
+    target, up = pages / address, "../" * (len(address.parts) - 1)
+    target.parent.mkdir(exist_ok=True)
 
     def beside(found: re.Match[str]) -> str:
         path, part = (folder / found[1]).resolve(), found[2] or ""
         if path.suffix == ".md" and (path.parent == ROOT or ROOT / "docs" in path.parents) and path.name != "README.md":
-            return f"]({path.name}{part})"
+            return f"]({up}{_address(path)}{part})"
         if not path.is_file() or ROOT not in path.parents or (target.parent / found[1]).exists():
             return found[0]
-        copy = target.parent / "files" / path.relative_to(ROOT)
+        copy = pages / "files" / path.relative_to(ROOT)
         copy = copy.with_name(f"{copy.name}.txt")
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
-        return f"]({copy.relative_to(target.parent)})"
+        return f"]({up}{copy.relative_to(pages)})"
 
     inside, lines = False, []
     for line in re.sub(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", beside, text).split("\n"):

@@ -1,6 +1,6 @@
 """Faults between an online run and a real vLLM, and the cause that the check of weights names for each.
 
-    python benches/online/faults.py --vllm-python .venv-vllm/bin/python --page docs/online.md
+    python benches/online/faults.py --vllm-python .venv-vllm/bin/python --page docs/explanation/benchmarks.md
 
 One server for float32 and one for bfloat16; two seeds of each fault, and one clean run. The table goes into the page.
 """

@@ -1,9 +1,10 @@
 """Which preset for which recording: the same task recorded in seven ways, trained by several presets, over seeds.
 
-    python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/choosing.md
+    python examples/quickstart/choosing.py --out benches/results/choosing.json --page docs/explanation/benchmarks.md
 
-Each recording is played afresh by the bundled model (or a changed copy of it) and is what docs/choosing.md calls a
-situation. A run that is in the file already is not run again. Called by `make docs`; about a minute a run.
+Each recording is played afresh by the bundled model (or a changed copy of it) and is what
+docs/explanation/benchmarks.md calls a situation. A run that is in the file already is not run again. Called by `make
+docs`; about a minute a run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import copy
 import itertools
 import json
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ import torch
 import rollout
 import task
 import tracegrad as tg
+from page_table import put_table
 from tracegrad.config import Config, load
 from tracegrad.objective import Objective
 from tracegrad.trainer.step import compute_logprobs
@@ -40,7 +41,7 @@ class Situation:
     """How traces were recorded, and what is tried on them.
 
     Args:
-        name: as docs/choosing.md has it.
+        name: as docs/explanation/benchmarks.md has it.
         tries: presets by name.
         temperature: of the sampling.
         kind: "processed" or "raw" logprobs.
@@ -204,17 +205,13 @@ def percent(rows: list[dict], situation: str, preset: str) -> str:
     return f"{np.mean(found):.1f} ({', '.join(f'{value:.0f}' for value in found)})" if found else "not run"
 
 
-def page(rows: list[dict], told: dict) -> str:
-    """docs/choosing.md: choosing.md.in with every `{preset @ situation}` in it filled in, and the whole table."""
+def table(rows: list[dict]) -> list[str]:
+    """Return the lines of the table."""
     lines = ["| situation | before | preset | after |", "|---|---|---|---|"]
     for here in SITUATIONS:
         before = percent(rows, here.name, "before")
         lines += [f"| {here.name} | {before} | {name} | {percent(rows, here.name, name)} |" for name in here.tries]
-    text = (HERE / "choosing.md.in").read_text(encoding="utf-8")
-    text = re.sub(r"\{([^{}@]+) @ ([^{}@]+)\}", lambda found: percent(rows, found[2], found[1]), text)
-    for name, value in {"table": "\n".join(lines), **told}.items():
-        text = text.replace(f"{{{name}}}", str(value))
-    return text
+    return lines
 
 
 def main() -> None:
@@ -244,7 +241,8 @@ def main() -> None:
     for seed, here in jobs(options.seeds):
         run(here, seed, options, done, say)
     if options.page is not None:
-        options.page.write_text(page(rows, {**told, "seen": seen(looks)}), encoding="utf-8")
+        put_table(options.page, "choosing", table(rows))
+        put_table(options.page, "recommended", seen(looks).splitlines())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the recorded logprobs are worth on the bundled example: four ways to train on the same traces, over seeds.
 
-    python examples/quickstart/study.py --out docs/quickstart.md
+    python examples/quickstart/study.py --page docs/explanation/benchmarks.md
 
 Every figure of the page comes from this run. Called by `make docs`; it takes about a quarter of an hour a seed.
 """
@@ -17,6 +17,7 @@ import numpy as np
 
 import rollout
 import tracegrad as tg
+from page_table import put_table
 from tracegrad.config import Config, load
 
 HERE = Path(__file__).parent
@@ -80,20 +81,17 @@ def percent(values: list[float]) -> str:
     return f"{100 * np.mean(values):.1f} ({', '.join(f'{100 * v:.0f}' for v in values)})"
 
 
-def page(before: list[float], results: dict[str, list[list[float]]], options: argparse.Namespace) -> str:
-    """docs/quickstart.md."""
-    head = (HERE / "study.md").read_text()
+def table(before: list[float], results: dict[str, list[list[float]]], options: argparse.Namespace) -> list[str]:
+    """Return the lines of the table."""
     rows = [f"| before training | {percent(before)} | |"]
     for name, runs in results.items():
         first, last = zip(*runs, strict=True) if runs else ([], [])
         rows.append(f"| {name} | {percent(list(first))} | {percent(list(last))} |")
-    table = [
+    return [
         f"| success in %, mean (each seed) | after 1 epoch | after {options.epochs} epochs |",
         "|---|---|---|",
         *rows,
     ]
-    command = f"python examples/quickstart/study.py --seeds {options.seeds} --out docs/quickstart.md"
-    return head.replace("{table}", "\n".join(table)).replace("{command}", command).replace("{n}", str(options.prompts))
 
 
 def jobs(seeds: int) -> list[tuple[int, Way]]:
@@ -104,7 +102,7 @@ def jobs(seeds: int) -> list[tuple[int, Way]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path, required=True)
     parser.add_argument("--traces", type=Path, default=HERE / "traces.jsonl.zst")
     parser.add_argument("--model", type=Path, default=HERE / "model")
     parser.add_argument("--config", type=Path, default=HERE / "run.toml")
@@ -120,7 +118,7 @@ def main() -> None:
     for seed, way in jobs(options.seeds):
         results[way.name].append(run(way, sequences, options, seed))
         print(json.dumps({"seed": seed, "way": way.name, "success": results[way.name][-1]}), flush=True)
-        options.out.write_text(page(before, results, options))
+        put_table(options.page, "study", table(before, results, options))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise ArgumentError(
             f"TG-ARGS-012: {name} is a {type(value).__name__}, and no evaluator has a formula for it. "
-            f"Pass a {kind.__name__}, or your own frozen dataclass that subclasses it (docs/extending.md)."
+            f"Pass a {kind.__name__}, or your own frozen dataclass that subclasses it (docs/how-to/extend.md)."
         )
 
 

@@ -51,7 +51,7 @@ def played(url, example, contract, tasks, by):
             if by == "tokens":
                 chat = Tokens(servers, tokenizer)
                 await chat.check()
-            limits = Limits(turns=TURNS)
+            limits = Limits(max_turns=TURNS)
             plays = (
                 run_rollout(contract, task, chat=chat, limits=limits, id=f"{by}-{n}") for n, task in enumerate(tasks)
             )

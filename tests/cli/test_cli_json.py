@@ -89,8 +89,8 @@ def test_a_proxy_says_first_where_it_is_and_at_last_what_it_has_recorded(tmp_pat
 
 
 def table():
-    """The codes of docs/configuration.md and what they mean."""
-    page = (DOCS / "configuration.md").read_text()
+    """The codes of docs/reference/cli.md and what they mean."""
+    page = (DOCS / "reference" / "cli.md").read_text()
     rows = re.findall(r"^\| ([0-9, ]+) \| (.+) \|$", page[page.index("| exit code |") :], re.MULTILINE)
     return {int(code): meaning for codes, meaning in rows for code in codes.split(",")}
 

@@ -230,5 +230,5 @@ def test_a_field_and_a_field_below_it_are_not_both_told():
 
 
 def test_the_page_shows_the_table_of_options():
-    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "configuration.md"
     assert config.describe() in page.read_text(encoding="utf-8")

@@ -218,7 +218,7 @@ def test_every_recorded_trajectory_file_is_read():
 
 
 def test_every_example_of_the_section_is_read_as_its_form():
-    page = (ROOT / "docs" / "trace-format.md").read_text()
+    page = (ROOT / "docs" / "reference" / "trace-format.md").read_text()
     section = re.split(r"^## ", page[page.index("## Trajectory dumps") + 3 :], flags=re.M)[0]
     forms = re.split(r"^### ", section, flags=re.M)[1:]
     names = set()

@@ -15,7 +15,7 @@ from tracegrad.errors import FormatError
 GOLDEN = Path(__file__).parents[1] / "golden" / "servers"
 NAMES = sorted(path.name.removesuffix(".jsonl") for path in GOLDEN.glob("*.jsonl"))
 REAL = Path(__file__).parents[3] / "shared" / "data" / "logprobs"
-DOCS = Path(__file__).parents[2] / "docs" / "trace-format.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "trace-format.md"
 real = pytest.mark.skipif(not REAL.exists(), reason="the real recordings are not beside the project")
 
 

@@ -170,7 +170,7 @@ def test_text_forms():
 
 
 def test_forms_that_the_core_reads_are_no_adapters_affair():
-    text = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "trace-format.md").read_text()
     lines = [line.strip() for line in text.split("\n") if line.startswith("{") and line.rstrip().endswith("}")]
     records = [json.loads(line) for line in lines if line.count("{") == line.count("}")]
     assert len(records) > 15

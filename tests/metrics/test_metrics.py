@@ -37,7 +37,7 @@ def test_the_names_peers_use_are_there_with_their_ratio():
 
 
 def test_the_page_shows_the_tables():
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")
     assert generate_docs.with_tables(page, generate_docs.TABLES) == page, "run: python tools/generate_docs.py"
 
 

@@ -1,4 +1,4 @@
-"""docs/extending.md runs: what it adds from outside the package, and what it adds by patches to a copy of the tree."""
+"""docs/how-to/extend.md runs, from outside the package and as patches to a copy of the tree."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.objective import override, presets
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "extend.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def page(monkeypatch):
     module = type(sys)("extending")
     monkeypatch.setitem(sys.modules, "extending", module)
     for block in BLOCKS:
-        exec(compile(block, "docs/extending.md", "exec"), vars(module))
+        exec(compile(block, "docs/how-to/extend.md", "exec"), vars(module))
     return module
 
 
@@ -92,7 +92,7 @@ def test_the_patches_are_of_the_tree_as_it_is(name):
 
 
 def test_every_form_has_a_heading_in_the_format_page():
-    page = (ROOT / "docs" / "trace-format.md").read_text()
+    page = (ROOT / "docs" / "reference" / "trace-format.md").read_text()
     named = {
         name
         for path in (ROOT / "rust" / "core" / "src" / "format" / "trajectories").glob("*.rs")

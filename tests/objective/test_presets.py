@@ -54,7 +54,7 @@ def test_everything_exported_is_an_objective_or_a_function():
 
 
 def test_the_page_of_losses_is_the_one_that_the_code_makes():
-    page = Path(__file__).parents[2] / "docs" / "losses.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "losses.md"
     assert page.read_text(encoding="utf-8") == losses_page()
 
 

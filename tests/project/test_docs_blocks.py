@@ -20,7 +20,13 @@ from tracegrad.cli import _parse, main
 from tracegrad.online import OnlineConfig, RolloutConfig
 
 EXAMPLE = ROOT / "examples" / "quickstart"
-NOT_RUN = {"README.md": 1, "online.md": 2, "scaling.md": 2, "trainers.md": 4}
+NOT_RUN = {
+    "README.md": 1,
+    "how-to/online.md": 2,
+    "how-to/other-trainers.md": 4,
+    "how-to/prepare-at-scale.md": 1,
+    "how-to/train-on-several-machines.md": 1,
+}
 """How many blocks of a page do not run; each says why above it."""
 PARSED = {"merge", "online", "proxy", "record", "replay", "view"}
 """Verbs that are read by the parser alone: they need a server, a checkpoint of adapters, or do not end."""
@@ -130,13 +136,13 @@ PYTHON = [block for block in blocks("python") if not block.reason]
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
 def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home, known, monkeypatch):
-    if page == "view.md":  # the run that its last lines look into
+    if page == "how-to/view.md":  # the run that its last lines look into
         shutil.rmtree("out", ignore_errors=True)  # of other pages
         told = {"data.holdout": 0.0, "train.groups_per_step": 24, "token_log.mode": "all"}
         tg.train("model", "traces.jsonl", out="out", options=told, log=lambda _: None)
     module = type(json)("page")
     monkeypatch.setitem(__import__("sys").modules, "page", module)
-    vars(module).update(known, **(vars(objective) if page == "losses.md" else {}))
+    vars(module).update(known, **(vars(objective) if page == "reference/losses.md" else {}))
     for block in (block for block in PYTHON if block.page == page):
         vars(module).update(given(block.text, known))
         code = compile(block.text, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -155,7 +161,9 @@ def test_a_config_is_read_and_none_of_its_options_is_the_default(block, tmp_path
         assert default.get(name) != value or name == "objective.preset", f"{block}: {name} is the default"
 
 
-@pytest.mark.parametrize("block", [block for block in blocks("json") if block.page == "trace-format.md"], ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block in blocks("json") if block.page == "reference/trace-format.md"], ids=str
+)
 def test_every_example_of_a_record_is_read(block, tmp_path):
     decoder, at, records = json.JSONDecoder(), 0, []
     while at < len(block.text):
@@ -169,7 +177,7 @@ def test_every_example_of_a_record_is_read(block, tmp_path):
 
 
 def test_the_doctors_object_has_the_keys_of_the_page(at_home, capsys):
-    (shown,) = (json.loads(block.text) for block in blocks("json") if block.page == "doctor.md")
+    (shown,) = (json.loads(block.text) for block in blocks("json") if block.page == "reference/findings.md")
     held_out = ["--held-out", "traces.jsonl"]  # so that there is something to find
     assert main(["doctor", "traces.jsonl", "--model", "model", "--json", *held_out]) == shown["exit_code"]
     said = json.loads(capsys.readouterr().out)

@@ -39,20 +39,21 @@ def test_every_public_name_has_a_place_on_a_page():
 def test_pages_are_ours_with_what_they_link_to_beside_them(tmp_path):
     built("build.stage(pathlib.Path(sys.argv[2]))", tmp_path)
     pages = tmp_path / "pages"
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= {page.name for page in pages.glob("*.md")}
+    docs = {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
+    assert docs <= {page.relative_to(pages) for page in pages.rglob("*.md")}
     start = (pages / "index.md").read_text()
-    assert "](your-logs.md)" in start
+    assert "](how-to/your-logs.md)" in start
     assert "docs/" not in "".join(part.split(")")[0] for part in start.split("](")[1:])
-    assert "](files/examples/extending/gate.patch.txt)" in (pages / "extending.md").read_text()
+    assert "](../files/examples/extending/gate.patch.txt)" in (pages / "how-to/extend.md").read_text()
     assert (pages / "files/examples/extending/gate.patch.txt").is_file()
     told = (tmp_path / "zensical.toml").read_text()
-    assert all(f'= "{page.name}"' in told for page in pages.glob("*.md"))
+    assert all(f'= "{page}"' in told for page in docs)
     assert '= "python/tracegrad.advantage.md"' in told
 
 
 def test_lists_and_bars_are_written_as_the_builder_wants_them(tmp_path):
     said = "A word:\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a \\| b` | c \\| d |\n"
-    build._write(tmp_path / "page.md", said, tmp_path)
+    build._write(tmp_path, Path("page.md"), said, tmp_path)
     wanted = "A word:\n\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a | b` | c \\| d |\n"
     assert (tmp_path / "page.md").read_text() == wanted
 

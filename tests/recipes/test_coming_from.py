@@ -19,7 +19,7 @@ FROM = {"trl": recipes.from_trl, "verl": recipes.from_verl, "skyrl": recipes.fro
 
 
 def test_the_page_is_the_one_that_the_code_makes():
-    page = Path(__file__).parents[2] / "docs" / "coming-from.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md"
     assert page.read_text(encoding="utf-8") == coming_from_page()
 
 

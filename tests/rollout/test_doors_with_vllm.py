@@ -99,7 +99,7 @@ def test_a_run_file_plays_evaluates_and_trains(served, tmp_path):
         head = head.replace(f'"{file}:', f'"{DOORS}/{file}:')
     fresh = runpy.run_path(str(DOORS / "clerk.py"))["fresh"]()[:2]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(each) + "\n" for each in fresh))
-    head = head.replace(f'evaluation = "{DOORS}/clerk.py:fresh"', 'evaluation = "two.jsonl"')
+    head = head.replace(f'eval_tasks = "{DOORS}/clerk.py:fresh"', 'eval_tasks = "two.jsonl"')
     (tmp_path / "run.toml").write_text(head + "[online]" + rest.partition("[online]")[2])
     quick = ["--server", served, "--out", str(tmp_path / "out"), "--online.steps", "1", "--train.groups_per_step", "2"]
     assert main(["online", str(tmp_path / "run.toml"), *quick]) == 0

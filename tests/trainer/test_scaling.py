@@ -1,4 +1,4 @@
-"""What docs/scaling.md tells a user to type: the command on several processes, and the options of a large run."""
+"""Run the commands of the how-to on several machines: several processes, and the options of a large run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tracegrad import config
 from tracegrad.objective import presets
 from tracegrad.trainer import train
 
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "train-on-several-machines.md"
 QUICK = {"train.groups_per_step": 1, "pack.tokens_per_row": 1024, "data.holdout": 0, "optimizer.lr": 2e-4}
 
 
 def documented() -> list[str]:
     """The page's torchrun command, word by word, without `torchrun` itself."""
-    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("torchrun ")]
+    line, _ = [line for line in PAGE.read_text().splitlines() if line.startswith("torchrun ")]
     return shlex.split(line)[1:]
 
 

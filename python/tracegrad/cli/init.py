@@ -98,7 +98,8 @@ def _text(
 ) -> str:
     """Return the text of the file: inferred fields with the reason for each, and alternatives as comments."""
     lines = [
-        "# Written by `tracegrad init` from your first records. Change any line. All options: docs/configuration.md",
+        "# Written by `tracegrad init` from your first records. Change any line. All options: "
+        "docs/reference/configuration.md",
         "",
     ]
     lines += ["[data]"]

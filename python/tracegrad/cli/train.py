@@ -48,7 +48,9 @@ def add_to(commands: Any) -> None:
     )
     add_trace_arguments(parser, out=RunDirectory, out_help="folder or URL of the run")
     run = parser.add_argument_group("training")
-    run.add_argument("--config", type=Path, metavar="FILE", help="TOML file with options (docs/configuration.md)")
+    run.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with options (docs/reference/configuration.md)"
+    )
     args.add_to(run)
     run.add_argument(
         "--accept-truncated-sampling",
@@ -85,7 +87,7 @@ def add_to(commands: Any) -> None:
     run.add_argument(
         "--SECTION.OPTION",
         metavar="VALUE",
-        help="set any option of docs/configuration.md, such as --optimizer.lr 2e-4",
+        help="set any option of docs/reference/configuration.md, such as --optimizer.lr 2e-4",
     )
 
 

@@ -146,7 +146,7 @@ def as_dict(config: Config) -> dict[str, Value]:
 
 
 def describe() -> str:
-    """Return the markdown table of all options for docs/configuration.md."""
+    """Return the markdown table of all options for docs/reference/configuration.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, (kind, default) in options().items():
         section, _, key = name.partition(".")

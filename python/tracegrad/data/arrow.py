@@ -1,9 +1,9 @@
 """Read traces from Arrow tables and Hugging Face datasets.
 
-pyarrow is imported on use (extra `arrow`). A row is a record in any form of docs/trace-format.md, most often with TRL's
-column names. Columns with lists of numbers are passed from Arrow's buffers to Rust without a Python object per token.
-The other columns are passed as JSON. `row_sizes` computes the JSON size of a batch before its rows are made, because
-dictionaries, run-end encoding, views and unions can compress more rows than fit into memory into a few bytes.
+pyarrow is imported on use (extra `arrow`). A row is a record in any form of docs/reference/trace-format.md, most often
+with TRL's column names. Columns with lists of numbers are passed from Arrow's buffers to Rust without a Python object
+per token. The other columns are passed as JSON. `row_sizes` computes the JSON size of a batch before its rows are made,
+because dictionaries, run-end encoding, views and unions can compress more rows than fit into memory into a few bytes.
 """
 
 import base64

@@ -274,7 +274,7 @@ def stream(
             such as {"reward": "metadata.score"}.
         batch: approximate number of traces in each `Traces`.
         format: "auto" detects the form of each record from its structure; `read_report.formats` lists the forms and the
-            reasons. The name of one form of docs/trace-format.md requires every record to have that form.
+            reasons. The name of one form of docs/reference/trace-format.md requires every record to have that form.
         on_error: "raise", "skip" (counted in `read_report`), or "quarantine". Quarantine writes bad records byte for
             byte to `PREFIX.quarantine.raw`, and with file, line and reason to `PREFIX.quarantine.jsonl`.
         quarantine: PREFIX; by default the path of the input. The second of several files uses PREFIX-1, and so on.

@@ -1,6 +1,7 @@
 """Recorded traces in memory: `Trace`, `Traces`, `write`, `strip_logprobs`, and the report of a read.
 
-docs/trace-format.md lists the accepted records. This module uses no tokenizer: `align` turns traces into tokens.
+docs/reference/trace-format.md lists the accepted records. This module uses no tokenizer: `align` turns traces into
+tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Check recorded traces for problems that raise no error but would corrupt training.
 
 `diagnose` reads the same inputs as `tracegrad.read`, and needs the model's tokenizer. It returns a `Diagnosis`:
-findings with their places, their impact and a fix. `CHECKS` lists all checks (docs/doctor.md). `lag_test` detects
-shifted
-logprobs in plain arrays, so it works with any trainer. Only `rescore` needs torch.
+findings with their places, their impact and a fix. `CHECKS` lists all checks (docs/reference/findings.md). `lag_test`
+detects shifted logprobs in plain arrays, so it works with any trainer. Only `rescore` needs torch.
 """
 
 from tracegrad.doctor.examination import CHECKS, Diagnosis, diagnose

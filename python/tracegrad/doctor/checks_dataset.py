@@ -210,7 +210,8 @@ def duplicated(stats: DatasetStats) -> Hits:
     costs=0.1,
     impact="The older the policy, the further the ratio is from 1. More tokens are clipped or masked, and the rest "
     "is noisier.",
-    fix="Drop the oldest traces, or bound the ratio with a preset that has a rejection (docs/choosing.md) and "
+    fix="Drop the oldest traces, or bound the ratio with a preset that has a rejection "
+    "(docs/how-to/choose-an-objective.md) and "
     "--min-ope-ess.",
 )
 def stale_versions(stats: DatasetStats) -> Hits:

@@ -1,7 +1,7 @@
 """Define findings: `Severity`, `Place`, `Hits` of a check, `Check` with its text, and `Finding`.
 
 The text of a check (what it detects, its thresholds, its impact, the fix) is written once, next to the check. The
-terminal output, the JSON and docs/doctor.md all use that text.
+terminal output, the JSON and docs/reference/findings.md all use that text.
 """
 
 import math

@@ -340,7 +340,7 @@ def step_terms(
 def _off_policy_metrics(
     old: Any, rollout: Any, trace: Any, corrected: Correction, all_reduce: AllReduce | None
 ) -> Mapping[str, float]:
-    """Return the off-policy metrics of a step by their names in docs/metrics.md; empty if a policy is missing."""
+    """Return the off-policy metrics of a step by name; empty if a policy is missing."""
     if old is None or rollout is None:
         return {}
     metrics = OffPolicySums.of(old, rollout, trace=trace, weight=corrected.weight, keep=corrected.keep)

@@ -1,7 +1,7 @@
 """Define the metrics of a run, and write them.
 
 Each `Metric` has a name, a unit, a denominator and a formula over sums, so that you can look up each number of
-metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/metrics.md lists all metrics.
+metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/reference/metrics.md lists all metrics.
 """
 
 from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments

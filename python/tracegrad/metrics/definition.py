@@ -1,7 +1,8 @@
 """Define a metric: its name, unit, compared policies, denominator, and formula over sums.
 
-The module has the row type, the markdown tables of docs/metrics.md, and `MetricSums`: sums together with the names that
-are computed from them. The rows are defined next to their sums, in `training`, `off_policy` and `integrations.metrics`.
+The module has the row type, the markdown tables of docs/reference/metrics.md, and `MetricSums`: sums together with the
+names that are computed from them. The rows are defined next to their sums, in `training`, `off_policy` and
+`integrations.metrics`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tracegrad.metrics.aggregate import AllReduce, Sums
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: a row of a table in docs/metrics.md.
+    """One metric: a row of a table in docs/reference/metrics.md.
 
     Args:
         name: key under which it is logged; a peer's name may contain a placeholder in braces.

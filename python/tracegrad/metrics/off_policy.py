@@ -561,7 +561,7 @@ class OffPolicySums:
         return OffPolicySums(self.sums.all_reduce(all_reduce))
 
     def values(self) -> dict[str, float]:
-        """Return the names in docs/metrics.md to values; `NAME/turn_0` and so on if a breakdown has several cells."""
+        """Return {name: value}; the names are `NAME/turn_0` and so on if a breakdown has several cells."""
         metrics = {
             name: float(value[0])
             for name, value in _values(self.sums.without_prefix("all/"), METRICS_BY_COMPARISON).items()

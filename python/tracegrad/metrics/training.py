@@ -69,7 +69,7 @@ class Rewards:
         return Rewards(self.sums.all_reduce(all_reduce))
 
     def values(self) -> dict[str, float]:
-        """Return the names in docs/metrics.md to values."""
+        """Return the names in docs/reference/metrics.md to values."""
         return {row.name: float(row.value(self.sums)) for row in REWARDS if row.value is not None}
 
 

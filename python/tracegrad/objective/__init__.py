@@ -4,7 +4,7 @@ An `Objective` combines ratios, weights, rejections, a surrogate, penalties and 
 formula is written once, next to the fields of its component, in tensor methods that do not import torch.
 `correction.correct` evaluates in Rust what is known before the step; `evaluate` evaluates in torch what has a gradient.
 `presets` has published methods as values, and `override` changes fields by name. Your own loss is a `Surrogate` or a
-function (docs/extending.md).
+function (docs/how-to/extend.md).
 
 In this package a *token* is a trained token: one that the policy sampled in one trace. `Terms` has their arrays.
 """

@@ -60,7 +60,7 @@ def core_of(name: str, part: Any) -> Any:
         raise ArgumentError(
             f"TG-OBJ-001: {name} is a {type(part).__name__}, and no evaluator implements its formula. The Rust core "
             "evaluates components that do not depend on theta, and it would compute another formula. Use theta in the "
-            "ratio, so that the component's own formula runs, or extend the core (docs/extending.md)."
+            "ratio, so that the component's own formula runs, or extend the core (docs/how-to/extend.md)."
         )
     return part.to_core()
 

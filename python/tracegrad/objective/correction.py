@@ -165,9 +165,9 @@ class Correction:
         weight: float, detached; 0 if masked as missing, 1 if neutral.
         keep: bool, whether the token is trained.
         scale: float, 1 over the reduction's denominators; a read-only view of one number if all are equal.
-        metrics: numbers of dropped, missing and truncated tokens (docs/metrics.md). For the ratios themselves, their KL
-            and effective sample size, use `tracegrad.metrics.OffPolicySums.of(old, rollout, trace=..., weight=...,
-            keep=...)`.
+        metrics: numbers of dropped, missing and truncated tokens (docs/reference/metrics.md). For the ratios
+            themselves, their KL and effective sample size, use `tracegrad.metrics.OffPolicySums.of(old, rollout,
+            trace=..., weight=..., keep=...)`.
         scales: the scale for `reduce` and for every reduction of `reductions`.
     """
 

@@ -91,7 +91,8 @@ def from_source(text: str, classes: Mapping[str, Any]) -> Any:
         if isinstance(error, ArgumentError):
             raise
         raise ArgumentError(
-            f"TG-OBJ-036: {text[:80]!r} is not an objective: {str(error)[:200]}. See docs/losses.md for the notation."
+            f"TG-OBJ-036: {text[:80]!r} is not an objective: {str(error)[:200]}. See docs/reference/losses.md "
+            f"for the notation."
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Prepare traces for training, in memory (`load`) or as a folder of shards by many processes (`prepare`).
 
-The input is split into parts by content. A part yields the same bytes on any process or machine. docs/trace-format.md
-specifies a prepared folder. This package does not need torch.
+The input is split into parts by content. A part yields the same bytes on any process or machine.
+docs/reference/trace-format.md specifies a prepared folder. This package does not need torch.
 """
 
 from tracegrad.prepare.output import write_json

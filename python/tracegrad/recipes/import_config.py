@@ -41,7 +41,7 @@ class Peer:
         name: the name of the trainer, as users write it.
         version: the tested version of the trainer.
         options: the supported options by dotted name: the peer's default, then other values. The values appear on
-            docs/coming-from.md and are compared with the peer's own code.
+            docs/how-to/coming-from.md and are compared with the peer's own code.
         build: builds the recipe from the values of all options.
         with_options: other options that must be set, so that an option or one of its values has an effect.
         unsupported: options that have no counterpart.

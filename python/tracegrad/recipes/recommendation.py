@@ -1,6 +1,7 @@
 """Recommend a recipe for recorded traces, from measurements on them. It never changes a run by itself.
 
-The thresholds come from the runs in docs/choosing.md, which has the numbers of each recording. torch is not needed.
+The thresholds come from the runs in docs/how-to/choose-an-objective.md, which has the numbers of each recording. torch
+is not needed.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,7 @@
 """Write and check `manifest.json` of a prepared folder, and lock a folder.
 
 The manifest has counts, sizes and checksums. It is written last, so a folder without one is incomplete.
-docs/trace-format.md specifies the format.
+docs/reference/trace-format.md specifies the format.
 """
 
 import fcntl

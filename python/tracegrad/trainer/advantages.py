@@ -203,7 +203,7 @@ class RewardKl:
             self.following = max(controller.coef, 0.0)
 
     def row(self) -> dict[str, float]:
-        """Return the metrics by their names in docs/metrics.md."""
+        """Return the metrics by their names in docs/reference/metrics.md."""
         return {"reward_kl": self.kl, "reward_kl_coef": self.coef}
 
     def state(self) -> dict[str, float]:

@@ -282,7 +282,7 @@ class Trainer:
         return outcome
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the last step by their names in docs/metrics.md; empty before the first step."""
+        """Return the metrics of the last step by name; empty before the first step."""
         return dict(self._row)
 
     def weights(self, *, adapters: Adapters = "merged", device: Any = "cpu") -> dict[str, torch.Tensor]:

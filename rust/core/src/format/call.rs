@@ -134,5 +134,5 @@ fn unknown_response(response: &Outline<'_>) -> Rejection {
     let keys: Vec<&str> = response.keys().collect();
     reject(Reason::UnknownForm, "TG-FORMAT-018", format!("a response with the keys {}", keys.join(", ")))
         .why("No known server answers so, and what the policy sampled cannot be read from it")
-        .fix("See docs/trace-format.md for the servers whose responses are read")
+        .fix("See docs/reference/trace-format.md for the servers whose responses are read")
 }

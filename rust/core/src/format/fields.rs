@@ -21,7 +21,7 @@ fn wrong(key: &str, value: &Value, wanted: &str) -> Rejection {
         .fix(if key == "reward" && number {
             "Read it with --map.reward reward, which takes numbers as text"
         } else {
-            "See docs/trace-format.md for the accepted forms"
+            "See docs/reference/trace-format.md for the accepted forms"
         })
 }
 

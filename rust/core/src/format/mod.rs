@@ -6,7 +6,7 @@
 //!
 //! The bytes of a record become a `Trace` with the name of its form, or a located rejection. This file decides whether
 //! a record is OpenAI-shaped (`chat`, `native`, and the logs of `build::calls`) or another producer's (`detect`). The
-//! bytes come from `read`. No code here uses files, templates or tokenizers. docs/trace-format.md is the specification.
+//! bytes come from `read`. No code here uses files, templates or tokenizers. docs/reference/trace-format.md is the specification.
 
 mod build;
 mod call;
@@ -206,7 +206,7 @@ fn unknown_form(record: &[u8]) -> Rejection {
     let description = if keys.is_empty() { "no key".to_owned() } else { format!("the keys {}", keys.join(", ")) };
     reject(Reason::UnknownForm, "TG-FORMAT-044", format!("a record with {description}"))
         .why("None of messages, calls, request with response, or choices is there, so it is in no accepted form")
-        .fix("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/reference/trace-format.md for the accepted forms")
 }
 
 fn assemble(header: Header, mut body: Body, raw: Raw, place: Location) -> Trace {

@@ -89,7 +89,7 @@ pub(crate) fn reject(reason: Reason, code: &'static str, what: impl Into<String>
 pub(crate) fn not_a_trace(code: &'static str, what: impl Into<String>) -> Rejection {
     reject(Reason::WrongType, code, what)
         .why("The record is not a trace in any accepted form")
-        .fix("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/reference/trace-format.md for the accepted forms")
 }
 
 impl Rejection {

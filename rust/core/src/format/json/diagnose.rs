@@ -58,7 +58,7 @@ pub fn object(text: &str, kind: Kind) -> Decoded<Object> {
 fn not_an_object(description: &str) -> Rejection {
     reject(Reason::UnknownForm, "TG-FORMAT-029", format!("the record is {description}, not an object"))
         .why("A trace is one JSON object")
-        .fix("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/reference/trace-format.md for the accepted forms")
 }
 
 /// Returns the text of a record, with quotes added around bare NaN and Infinity.
@@ -163,7 +163,7 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
             let place = if fault.path().is_empty() { String::new() } else { format!("{}: ", fault.path()) };
             reject(fault.reason(), "TG-FORMAT-083", format!("{place}{complaint}"))
                 .why("The token lists of a record must be what they are named for")
-                .fix("See docs/trace-format.md for the accepted forms")
+                .fix("See docs/reference/trace-format.md for the accepted forms")
         }
         _ if complaint.contains("recursion limit") => too_deep(byte),
         _ if complaint.contains("surrogate") || complaint.contains("end of hex escape") => {

@@ -151,5 +151,5 @@ pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
 fn complaint(fault: &Fault<'_>) -> Rejection {
     reject(fault.reason(), "TG-FORMAT-084", fault.complaint())
         .why("The values of a record must be what they are named for")
-        .fix("See docs/trace-format.md for the accepted forms")
+        .fix("See docs/reference/trace-format.md for the accepted forms")
 }

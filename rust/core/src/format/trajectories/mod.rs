@@ -2,7 +2,7 @@
 //!
 //! A file fills in the `interface`, mostly with functions of `helpers`, and has a line in the table below. Begin with a
 //! similar one: `tau_bench` (messages, text only), `rllm` (turns with ids and logprobs), `areal` (columns of one row
-//! with a mask). The formats are described in docs/trace-format.md, and example records are in tests/golden
+//! with a mask). The formats are described in docs/reference/trace-format.md, and example records are in tests/golden
 //! (`more_dumps.py`).
 
 mod agent_lightning;

@@ -178,5 +178,5 @@ fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {
         format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")),
     )
     .why("No known server streams so, and what the policy sampled cannot be read from it")
-    .fix("See docs/trace-format.md for the servers whose streams are read")
+    .fix("See docs/reference/trace-format.md for the servers whose streams are read")
 }
