@@ -36,10 +36,10 @@ SAMPLED = (*COMPLETIONS, *TOOLS)
 TABLES = {"learner": TRAINING, "rewards": REWARDS, "completions": SAMPLED, "off-policy": OFF_POLICY, **METRICS_OF_PEERS}
 _T = TypeVar("_T")
 
-_COMING_FROM = """# Coming from TRL, verl, ART or prime-rl
+_COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
 
-`rollouts/` below is a folder of recorded trajectories in
-[any of these forms](../reference/trace-format.md#trajectory-dumps).
+`rollouts/` below is a folder of recorded trajectories, in any form of
+[a producer that is read](../reference/producers.md).
 
 - **TRL**: tracegrad reads a `GRPOConfig` in YAML, reward functions, completions in Parquet, and the rows of a
   rollout function. Pass the config with `--from-config trl:grpo.yaml`. `tg.online.train(model, tasks, rewards=[f])`
@@ -55,8 +55,12 @@ _COMING_FROM = """# Coming from TRL, verl, ART or prime-rl
   config. The loss is a [preset](../reference/losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
   `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
 
-Two things are new compared with all of them. The recorded logprobs weight every token. Missing logprobs are
-reported, and no value replaces them. The doctor reports them first.
+A config decides whether the recorded logprobs are used. **A `GRPOConfig` without `use_vllm: true` does not use them**:
+TRL then assumes that its own model sampled the tokens. For recorded traces set `use_vllm: true` in the file, or
+leave the config out and use tracegrad's default, DAPO. The table below has the effect of `use_vllm`.
+
+Missing logprobs are reported. Their tokens are masked, unless the config says otherwise. The doctor reports them
+first, and its line `next` has the `--map` flags that your logs need. Add them to the command:
 
 ```bash
 tracegrad doctor rollouts/ --model model
@@ -78,9 +82,12 @@ print(recipe)
 objective = recipe.objective  # for your own loop: extend.md
 ```
 
-Some options control only the run and have no counterpart (TRL's `max_steps`). A run refuses them; the objective is
-available without it. If the numbers of a config differ from the peer's on purpose, the recipe and `--from-config`
-report it, with the size if it is known.
+Some options control only the run and have no counterpart. A run refuses them; the objective is available without it.
+Options for batches on a device (`per_device_*`) are not read: set the groups of a step with
+`--train.groups_per_step`, and LoRA with `--train.lora_rank`.
+
+If the numbers of a config differ from the peer's on purpose, the recipe and `--from-config` report it, with the size
+if it is known.
 
 Options on the command line or in `--config` override a recipe, and a line reports it. A YAML file needs pyyaml,
 which these trainers install; a JSON file needs nothing. Use the options of a resolved config (verl's and SkyRL's
@@ -92,8 +99,8 @@ the groups of a step.
 
 `python tools/generate_docs.py` makes the tables from the code. Each row is the effect of one option (with the
 options that it needs, in brackets). `objective.surrogate.high = 0.28` is also `--objective.surrogate.high 0.28`.
-Tests check that each value reproduces the peer's own loss and gradient. Learning rates, optimizer and passes are
-options of `tracegrad train`, in [configuration.md](../reference/configuration.md). The standard deviation of a group
+Tests check that each value reproduces the peer's own loss and gradient. All options of
+`tracegrad train` are in [configuration.md](../reference/configuration.md). The standard deviation of a group
 has 1e-4 added, as in TRL; the others add 1e-6.
 """
 
