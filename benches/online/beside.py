@@ -84,9 +84,9 @@ def metered() -> Meter:
     for owner, name in ((Session, "open"), (Session, "record"), (Call, "close"), (GroupWriter, "write")):
         meter.wrap(owner, name, "record")
     meter.wrap(sys.modules["tracegrad.rollout.run_agent"], "conversation", "record")
-    for name in ("check", "of_records"):
+    for name in ("check", "rewards_of_records"):
         meter.wrap(GroupFilter, name, "record")
-    meter.wrap(GroupReader, "look", "prepare")
+    meter.wrap(GroupReader, "read_new", "prepare")
     meter.wrap(buffer.ConsumedGroups, "add", "prepare")
     meter.wrap(training_loop.TrainingLoop, "_groups", "prepare")
     # Nothing is played meanwhile, so that threads of the core count as well.

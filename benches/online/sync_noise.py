@@ -188,7 +188,7 @@ def summary(found: list[dict[str, float]]) -> dict[str, object]:
         for name in ("p50", "p99", "max", "given", "given_without_outliers", "back")
         if name in found[0]
     }
-    terms = min(row["tokens_trained"] for row in found)
+    terms = min(row["terms"] for row in found)
     return {"checks": len(found), "terms": terms, **ranges, "by_bound": sum(bound), "by_leaning": sum(lean),
             "alarms": sum(map(any, zip(bound, lean, strict=True)))}  # fmt: skip
 

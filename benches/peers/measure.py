@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--cores", type=int, default=0, help="0: all")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--token-budget", type=int, default=32768)
+    parser.add_argument("--tokens-per-row", type=int, default=32768)
     told = parser.parse_args()
     pin(told.cores)
     print(json.dumps(measure(told.task, told.file, told.folder, told.rounds, told.tokens_per_row)))

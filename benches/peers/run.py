@@ -64,7 +64,7 @@ class Bench:
             self.kept[key] = measure.measure(task, file, self.folder, 1, self.tokens_per_row)
         elif key not in self.kept:
             command = [sys.executable, str(HERE / "measure.py"), task, file, "--folder", str(self.folder)]
-            options = {"cores": cores, "rounds": rounds or self.rounds, "token-budget": self.tokens_per_row}
+            options = {"cores": cores, "rounds": rounds or self.rounds, "tokens-per-row": self.tokens_per_row}
             command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
             print(f"  {task} {file} on {cores or 'all'} cores", file=sys.stderr, flush=True)
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE.parent.parent / "target" / "peers", help="for the workload")
     parser.add_argument("--groups", type=int, default=16, help="of eight traces; about 1.5 MB each")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--token-budget", type=int, default=32768)
+    parser.add_argument("--tokens-per-row", type=int, default=32768)
     parser.add_argument("--gigabytes", type=float, default=10.0, help="of the large file; 0 leaves it out")
     parser.add_argument("--peers", default="trl,art,skyrl")
     parser.add_argument("--note", help="kept in every row: say so where the machine was busy")

@@ -43,7 +43,7 @@ class Road:
         # The planner hands out a micro-batch when the next sample does not fit: the last one closes it.
         whole = {"input_ids": np.full(tokens_per_row, -1), "completion_mask": np.ones(tokens_per_row), "group_id": -1}
         planner = self.planner([*samples, {**whole, "old_log_probs": np.zeros(0)}], 1, tokens_per_row, {})
-        collator = self.collator(self.tokenizer.pad_token_id, tokens_per_row=tokens_per_row)
+        collator = self.collator(self.tokenizer.pad_token_id, token_budget=tokens_per_row)
         return [collator.torch_call([rows]) for rows in planner], 0
 
     def _samples(self, record: dict[str, Any], advantage: float, group: int) -> list[dict[str, Any]]:

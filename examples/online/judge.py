@@ -30,7 +30,7 @@ async def relative(prompts, completions, **columns):
 
 
 def keep(verdict):
-    """Every verdict with its prompt, so that `Judge.again` can judge the run from the file."""
+    """Every verdict with its prompt, so that `Judge.rejudge` can judge the run from the file."""
     if OUT is not None:
         with (OUT / "verdicts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(verdict) + "\n")

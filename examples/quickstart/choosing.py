@@ -75,7 +75,7 @@ SITUATIONS = (
     Situation("4 policy versions stale", _presets("DAPO"), stale=4),
     Situation("16 policy versions stale", {**_presets("DAPO", "DAPO_DIRECT"), **UNWEIGHTED}, stale=16),
     Situation("half of the logprobs missing, masked", _presets("DAPO"), missing=0.5),
-    Situation("half of the logprobs missing, neutral", _presets("DAPO"), missing=0.5, policy="neutral"),
+    Situation("half of the logprobs missing, ratio_one", _presets("DAPO"), missing=0.5, policy="ratio_one"),
     Situation("no logprobs", _presets("WEIGHTED_SFT", "TOPR_POSITIVE"), missing=1.0),
 )
 

@@ -104,7 +104,9 @@ def main() -> int:
         out=options.out,
     )
     rows = [row for row in found.rows if "loss" in row]
-    parts = {name: sum(row[f"seconds_{name}"] for row in rows) for name in ("waited", "prepared", "trained", "pushed")}
+    parts = {
+        name: sum(row[f"time/{name}"] for row in rows) for name in ("rollout_wait", "prepare", "train", "weight_sync")
+    }
     print("seconds  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items()))
     print(f"         {len(rows)} steps in {sum(parts.values()):.1f} s of {time.perf_counter() - began:.1f} s in all")
     for row in (row for row in found.rows if "eval_reward" in row):

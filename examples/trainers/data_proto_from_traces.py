@@ -1,4 +1,4 @@
-"""Recorded traces in verl's DataProto: our weights and gates correct it, our objective is its policy loss.
+"""Recorded traces in verl's DataProto: our weights and rejections correct it, our objective is its policy loss.
 
 python examples/trainers/data_proto_from_traces.py traces.jsonl model --steps 4
 """

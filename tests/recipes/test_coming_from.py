@@ -203,7 +203,8 @@ def test_a_grpo_config_with_options_of_a_run_gives_its_objective():
          {"means below 0": "here the advantage is 0", "norms and biases": "1 - lr * 0.01"}),
         ("skyrl", {"trainer.algorithm.grpo_norm_by_std": False}, {"norms and biases": "1 - lr * 0.01"}),
         ("art", {"scale_rewards": False},
-         {"mean size of advantages": "by_mean_size", "AdamW": "weight decay 0.1", "missing logprobs": "a ratio of 1"}),
+         {"mean size of advantages": "divide_by_mean_abs", "AdamW": "weight decay 0.1",
+          "missing logprobs": "a ratio of 1"}),
     ],
 )  # fmt: skip
 def test_a_recipe_says_each_difference_of_its_config_and_no_other(peer, told, said):

@@ -14,7 +14,7 @@ model.
     REINFORCE++             reinforce_plus_plus, reinforce_plus_plus_baseline
     long answers            group_mean(rewards + overlong(lengths, ...), groups)
     ReMax, GAE              remax, gae
-    ART                     by_mean_size(group_mean(...)[trace], weights=...)
+    ART                     divide_by_mean_abs(group_mean(...)[trace], weights=...)
     KL in the reward        group_mean(kl_in_reward(rewards, old, ref, ...).rewards, groups), AdaptiveKl
     optimal token baseline  optimal_token_baseline
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)

@@ -73,7 +73,7 @@ class Mapper:
         """Return the fields of a trace at the mapped paths of a record.
 
         Raises:
-            Unfit: if a field does not accept the value at its path.
+            BadValueError: if a field does not accept the value at its path.
         """
         self.records += 1
         self._look(record)

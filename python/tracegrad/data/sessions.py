@@ -247,7 +247,7 @@ class Sessions:
             silent: whether the record is not a call. Then only its rewards and its `header` are added to its session.
 
         Raises:
-            Unfit: if a value of `order` or `session` has the wrong type.
+            BadValueError: if a value of `order` or `session` has the wrong type.
         """
         by_prefix = self.field_map.session == "prefix"
         key = None if by_prefix else _key(record, self.field_map.session)

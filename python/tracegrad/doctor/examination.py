@@ -363,7 +363,8 @@ def diagnose(
     source = ", ".join(paths)
     if check_logprobs < 0:
         raise ArgumentError(
-            f"TG-DOCTOR-002: rescored is {check_logprobs}. It is a number of traces. Omit it, or pass a number from 1."
+            f"TG-DOCTOR-002: check_logprobs is {check_logprobs}. It is a number of traces. Omit it, or pass a "
+            f"number from 1."
         )
     tokenizer = Tokenizer.from_pretrained(model)
     options = Options(max_tokens or max_position_embeddings(model), _held_out(held_out))

@@ -326,7 +326,7 @@ class ImageRule:
         if self.folder is None:
             raise ArgumentError(
                 "TG-IMAGE-015: it is not known which image processor makes these pictures ready. The tower takes what "
-                "it makes. Pass sequences.of_model(folder)."
+                "it makes. Pass sequences.with_image_processor(folder)."
             )
         return _processor(self.folder)
 

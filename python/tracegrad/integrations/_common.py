@@ -29,7 +29,7 @@ INPUTS = {
     "turn": "the turn of each term",
     "group": "the group of each trace",
     "step": "a statistic of the whole optimizer step",
-    "kept": "counts of what the gates have left of the step",
+    "kept": "counts of the tokens of the step that rejections keep",
     "group_counts": "counts of each group",
     "reductions": "denominators of its own",
     "advantages": "advantages that nothing has divided, as it is not A times something",

@@ -23,7 +23,7 @@ _IGNORED = -100
 _GIVES = TrainerInputs(
     frozenset({"old", "rollout", "entropy", "turn", "group", "advantages"}),
     "compute_loss_func sees one micro-batch and one count of the step.",
-    "Take an objective without, integrations.trl, or our learner.",
+    "Take an objective without, integrations.trl, or tracegrad.train.",
 )
 
 

@@ -31,13 +31,13 @@ VERSIONS = "trl==1.16.0"
 TRL_INPUTS = TrainerInputs(
     frozenset({"old", "entropy", "turn", "step", "kept", "reductions", "advantages"}),
     "GRPOTrainer does not give it, and it would be made up.",
-    "Take an objective without it, or our learner.",
+    "Take an objective without it, or tracegrad.train.",
     {
         "ref": "Pass GRPOConfig(beta=...) above 0, without PEFT where traces are recorded: the coefficient stays the "
         "objective's.",
         "rollout": "Generate with use_vllm=True, or take an objective on theta/old.",
         "proximal": "Take old in its place (DECOUPLED_PPO).",
-        "group": "A group may stand on several ranks. Take an objective that looks at traces, or our learner.",
+        "group": "A group may stand on several ranks. Take an objective that looks at traces, or tracegrad.train.",
     },
 )
 """The inputs that a GRPOTrainer always passes to an objective."""

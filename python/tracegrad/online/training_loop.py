@@ -688,7 +688,7 @@ def _config(config: Config) -> Config:
         if is_set:
             raise ArgumentError(
                 f"TG-ONLINE-044: {name} is for training on files and has no effect here. Remove it. To weight reward "
-                "functions, use `weights`."
+                "functions, use `reward_weights`."
             )
     if config.reward_kl.coef:
         raise ArgumentError(

@@ -156,7 +156,7 @@ class Batch:
         """
         if not isinstance(self.logit_row, np.ndarray):
             raise ArgumentError(
-                "TG-PACK-001: the batch was moved to a device already. Call without() before to(), on the host."
+                "TG-PACK-001: the batch was moved to a device already. Call drop_tokens() before to(), on the host."
             )
         mask = np.asarray(dropped)
         if mask.dtype != np.bool_ or mask.shape != self.term.shape:

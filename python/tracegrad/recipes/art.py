@@ -103,7 +103,7 @@ ART = Peer(
         "advantage_balance": UnsupportedOption(
             (0.0, 0),
             "advantages of both signs have the same weight",
-            "advantage.by_mean_size in your own training loop",
+            "advantage.divide_by_mean_abs in your own training loop",
             run_only=True,
         ),
         "adam_params": UnsupportedOption((None,), "it is a class of another backend", "optimizer.*", run_only=True),
@@ -131,7 +131,7 @@ ART = Peer(
     differs={
         "mean size of advantages": (
             "ART divides the advantages of a batch by their mean size, without an option. Here, call "
-            "advantage.by_mean_size in your own training loop. A step of AdamW is nearly the same without it"
+            "advantage.divide_by_mean_abs in your own training loop. A step of AdamW is nearly the same without it"
         ),
         "AdamW": (
             "ART always uses 8-bit AdamW with weight decay 0.1 and gradients clipped to a norm of 0.1; here the "

@@ -131,8 +131,8 @@ def parse_answer(answer: Any, count: int, shown: str = "") -> tuple[list[float],
         shown: prompt with the trajectories, their texts written as JSON.
 
     Raises:
-        Unusable: if there is no JSON at the end, or a second verdict. Also if an id is missing, unknown or repeated, or
-            a score is not a number from 0 to 1.
+        UnusableAnswerError: if there is no JSON at the end, or a second verdict. Also if an id is missing, unknown or
+            repeated, or a score is not a number from 0 to 1.
 
     >>> parse_answer('{"scores": [{"id": "2", "score": 1}, {"id": "1", "score": 0.5, "explanation": "long"}]}', 2)
     ([0.5, 1.0], ['long', ''])

@@ -120,7 +120,7 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
         low, high = ("eval_low", "eval_high") if key == "eval_reward" else ("ope_low", "ope_high")
         last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
         if last is not None and key == "ope" and metrics.off_policy_estimate(last) is None:
-            return "off policy value not known"
+            return "off-policy estimate unreliable"
         if last is not None:
             span = f" [{number(last[low])}, {number(last[high])}]" if _has_numbers(last, low, high) else ""
             return f"{key.replace('_', ' ')} {number(last[key])}{span}"

@@ -16,7 +16,7 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
         "truncate" => Ok(TooLong::Truncate),
         _ => Err(Error::new(Kind::Argument, "TG-BORDER-011", format!("too_long is '{name}'"))
             .why("It says what is done with a trace that does not fit a row")
-            .fix("Pass 'refuse', 'drop' or 'truncate'")),
+            .fix("Pass 'error', 'drop' or 'truncate'")),
     }
 }
 

@@ -62,7 +62,7 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
     None if the core leaves no choice out, or if a reward cannot be assigned to a choice.
 
     Raises:
-        Unfit: if a list in the record does not match the number of choices, or the shared fields are too large.
+        BadValueError: if a list in the record does not match the number of choices, or the shared fields are too large.
     """
     if not isinstance(record, Mapping) or "calls" in record or "choice" in record:
         return None

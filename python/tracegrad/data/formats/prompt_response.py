@@ -229,7 +229,7 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     """Convert a prompt with a list of answers to one trace for each answer; None for other records.
 
     Raises:
-        Unfit: if a list in the record does not match the number of answers, or the shared fields are too large.
+        BadValueError: if a list in the record does not match the number of answers, or the shared fields are too large.
     """
     answers = _answer_list_key(record) if isinstance(record, Mapping) else ""
     if not answers or (prompt_key := _prompt_key(record, answers)) is None:
@@ -303,7 +303,8 @@ def split_by_answer(
         given: values of these keys that every trace contains, for the size limit.
 
     Raises:
-        Unfit: if a list of rewards, ids or logprobs does not have `count` values, or the shared fields are too large.
+        BadValueError: if a list of rewards, ids or logprobs does not have `count` values, or the shared fields are
+            too large.
     """
     message_fields = _of_answers(record, count)
     other_fields = chat.without(record, *used, *chat.ANSWER_FIELDS)

@@ -25,7 +25,7 @@ def refuse_on_error(name: str) -> Iterator[None]:
         name: name of the form, for the message.
 
     Raises:
-        Unfit: instead of the exceptions that Python raises for values of a wrong type.
+        BadValueError: instead of the exceptions that Python raises for values of a wrong type.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def require_list(value: Any, name: str) -> list[Any]:
     """Return a list, or an empty list for null.
 
     Raises:
-        Unfit: if the value is neither.
+        BadValueError: if the value is neither.
     """
     if value is None or isinstance(value, list):
         return value or []
@@ -60,7 +60,7 @@ def check_size(count: int, shared: Any) -> None:
     """Check that `count` copies of the shared fields fit in `MOST_BYTES`.
 
     Raises:
-        Unfit: if they do not.
+        BadValueError: if they do not.
     """
     if count > 1 and (size := len(to_json(shared))) * count > MOST_BYTES:
         raise size_refusal(f"{count:,} traces, each with the {size:,} bytes that they share")

@@ -130,7 +130,7 @@ def convert_first_match(record: Any) -> Conversion | None:
     None if no adapter recognizes the record, or if the core reads it correctly without conversion.
 
     Raises:
-        Unfit: if a value in the record has the wrong type for its form.
+        BadValueError: if a value in the record has the wrong type for its form.
     """
     with record_fields.refuse_on_error("any form"):
         standing = None
@@ -211,7 +211,7 @@ def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
         roots: the result of `only_roots` for its source.
 
     Raises:
-        Unfit: if the record cannot be converted.
+        BadValueError: if the record cannot be converted.
 
     >>> adapt({"prompt": "2+2?", "response": "4"})[0]["messages"][1]["content"]
     '4'
@@ -307,7 +307,7 @@ class RecordConverter:
             line: its line.
 
         Raises:
-            Unfit: if the record cannot be converted, or the results are too large.
+            BadValueError: if the record cannot be converted, or the results are too large.
         """
         conversion = (_of_root(record) if self.roots else None) or convert_first_match(record)
         if conversion is None:
