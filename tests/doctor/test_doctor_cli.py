@@ -199,7 +199,7 @@ def test_it_takes_neither_torch_nor_transformers_and_says_so_where_rescore_needs
     ("more", "said"),
     [
         (["--max-tokens", "0"], "max_tokens is 0"),
-        (["--check-logprobs", "-1"], "rescored is -1"),
+        (["--check-logprobs", "-1"], "check_logprobs is -1"),
         (["--optimizer.lr", "1"], "no effect on doctor"),
         (["--held-out", "none.jsonl"], "none.jsonl"),
     ],
