@@ -73,7 +73,7 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
 
     "flex": one row, flex_attention with a block mask built from `tree_end`. It is for models loaded with
     `attn_implementation="flex_attention"`, which this function switches to tracegrad's own compiled implementation, and
-    for models changed by `attention.attend_in_blocks`. On CUDA, no other plan is used for such a model.
+    for models changed by `attention.enable_flex_attention`. On CUDA, no other plan is used for such a model.
     "stack": the branches of a plain pack, sorted by length, as padded [B, S] batches under causal attention. A prefix
     that all branches share is computed once. It is exact because padding comes after all tokens that are read. It is
     the fastest plan on CPU, where a dense mask costs T * T.

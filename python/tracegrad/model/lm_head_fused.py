@@ -30,7 +30,7 @@ def head_loss(
     Args:
         hidden, weight, bias: [U, H], [V, H], [V]; they receive the gradients.
         problem: the same three without a gradient, the parameters in the dtype of `hidden`.
-        plan: from `lm_head.choose`.
+        plan: from `lm_head.choose_plan`.
         cuts: the chunks, in order, each of at most `chunk_rows` rows; only "one-pass" reads them.
         evaluate: the loss function. "one-pass" calls it for each chunk, the other plans once for all rows.
     """

@@ -162,7 +162,7 @@ class Correction:
     """Weight, mask and scale of each token, in the shape (and on the device) of the given logprobs.
 
     Args:
-        weight: float, detached; 0 if masked as missing, 1 if neutral.
+        weight: float, detached; 0 if masked as missing, 1 if `ratio_one`.
         keep: bool, whether the token is trained.
         scale: float, 1 over the reduction's denominators; a read-only view of one number if all are equal.
         metrics: numbers of dropped, missing and truncated tokens (docs/reference/metrics.md). For the ratios

@@ -59,7 +59,7 @@ class Surrogate:
     takes_entropy: bool = False
     """Whether it reads the entropy without a gradient. If it needs a gradient, the entropy is in `reads`."""
     clips: bool = False
-    """Whether it has a bound beyond which a token has no gradient: it defines `clipped`."""
+    """Whether it has a bound beyond which a token has no gradient: it defines `clip_mask`."""
     transforms_token_log_ratios: bool = False
     """Whether its formula changes the log-ratios of tokens before its level aggregates them."""
 

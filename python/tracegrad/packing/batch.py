@@ -146,7 +146,7 @@ class Batch:
         """Return the row without the dropped trained tokens, and without logit rows that no trained token needs.
 
         All tokens stay in the row, so hidden states do not change. Loss and gradient do not change either if the
-        dropped trained tokens do not contribute to them: see `Step.idle`.
+        dropped trained tokens do not contribute to them: see `Step.tokens_without_gradient`.
 
         Args:
             dropped: [m] bool, in the order of `term`.

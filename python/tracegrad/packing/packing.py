@@ -244,8 +244,8 @@ def pack(
         skip_zero_advantage: leave out traces whose advantage is 0, which have no gradient, but count them in totals and
             counts. It raises an error if the objective reads such traces for another purpose
             (`requirements.zero_advantage_reason`).
-            A step without remaining traces is returned too, with `Step.trains` False, so that the plan does not depend
-            on rewards.
+            A step without remaining traces is returned too, with `Step.has_trained_tokens` False, so that the plan does
+            not depend on rewards.
         count_always: [R] bool: traces that count among the traces and groups of their step without a trained token, for
             example a truncated trace that is masked. `Step.skipped` counts them too. None counts only traces with a
             trained token.
@@ -254,7 +254,7 @@ def pack(
         pad_to_multiple_of: rows are padded to a multiple of this with tokens that see only themselves.
 
     Returns:
-        the steps of this rank. A step with `Step.trains` False has nothing to train.
+        the steps of this rank. A step with `Step.has_trained_tokens` False has nothing to train.
 
     Raises:
         ArgumentError: if nothing can be trained, a trace is too long, or arguments contradict one another.

@@ -98,7 +98,7 @@ class Recipe:
             start: the config to start from; default `Config()`.
 
         Raises:
-            ArgumentError: for all options in `unmet` at once.
+            ArgumentError: for all options in `unsupported` at once.
 
         >>> chosen, otherwise = Recipe(presets.GRPO, Advantage(scale="std")).resolve(overrides=[("advantage.ddof", 0)])
         >>> chosen.advantage.scale, otherwise

@@ -310,7 +310,7 @@ class InMemoryDataset:
 
     @property
     def has_images(self) -> bool:
-        """As `Dataset.shows_pictures`."""
+        """As `Dataset.has_images`."""
         return self.sequences.images is not None
 
     @property
@@ -325,7 +325,7 @@ class InMemoryDataset:
         return select(self.sequences, rows)
 
     def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.kept`."""
+        """As `Dataset.take_with_details`."""
         return subset(self.sequences, rows)[0]
 
     def parts(self) -> Iterator[Sequences]:
@@ -337,7 +337,7 @@ class InMemoryDataset:
         return self.sequences.trace_name(row)
 
     def group_hash(self) -> NDArray[np.float64]:
-        """As `Dataset.lots`; a group without a name is hashed by its number."""
+        """As `Dataset.group_hash`; a group without a name is hashed by its number."""
         group = self.sequences.group
         names = self.sequences.group_names or tuple(map(str, range(int(group.max(initial=-1)) + 1)))
         return group_hashes(names)[group]
@@ -434,7 +434,7 @@ class PreparedDataset:
 
     @property
     def has_images(self) -> bool:
-        """As `Dataset.shows_pictures`, from the manifests."""
+        """As `Dataset.has_images`, from the manifests."""
         return any(MEDIA in shard.manifest.files for shard in self.shards)
 
     @property
@@ -462,7 +462,7 @@ class PreparedDataset:
         return replace(result, group=self.catalog.group[rows])
 
     def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.kept`."""
+        """As `Dataset.take_with_details`."""
         parts = [
             subset(sequences, shard_rows)[0].stored()
             for sequences, shard_rows in self._by_shard(np.asarray(rows, np.int64))
@@ -482,7 +482,7 @@ class PreparedDataset:
         return self._open_shard(number).trace_name(row - int(self._first[number]))
 
     def group_hash(self) -> NDArray[np.float64]:
-        """As `Dataset.lots`."""
+        """As `Dataset.group_hash`."""
         parts = [np.zeros(0)]
         for sequences in self.parts():
             names = sequences.group_names or sequences.trace_ids

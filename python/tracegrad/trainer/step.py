@@ -99,7 +99,7 @@ class StepResult:
         corrected: weight, keep, scale and the metrics of the correction.
         logprobs, entropy: of the policy before the update, in nats.
         ratio: ratio of the surrogate, at its level; 1 if it uses none.
-        clipped: whether clipping removed the token's gradient (`Surrogate.clipped`).
+        clipped: whether clipping removed the token's gradient (`Surrogate.clip_mask`).
         gradient: d loss / d logprob.
         weight: product of all weights, including those that depend on the trained policy; 1 if `keep` is False.
         keep: whether all rejections keep the token, including those that depend on the trained policy.
