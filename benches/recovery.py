@@ -14,6 +14,7 @@ import copy
 import importlib.util
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -29,7 +30,9 @@ from tracegrad.data.codes import TIERS
 from tracegrad.data.trace import Traces
 
 ROOT = Path(__file__).parent.parent
-MARK = "<!-- recovery: python benches/recovery.py -->"
+sys.path.insert(0, str(ROOT / "examples" / "quickstart"))
+from page_table import put_table  # noqa: E402
+
 IDS = ("token_ids", "prompt_token_ids")
 
 
@@ -153,23 +156,14 @@ def folder(package: str) -> Path:
     return Path(found.origin).parent if found and found.origin else Path("absent")
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows as the lines of a Markdown table."""
     head = list(asdict(rows[0]))
     lines = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
     for row in rows:
         cells = [f"{cell:,}" if isinstance(cell, int) else cell for cell in asdict(row).values()]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def put(page: Path, text: str) -> None:
-    """Replaces what follows the mark on a page, up to the next heading."""
-    before, mark, after = page.read_text(encoding="utf-8").partition(MARK)
-    if not mark:
-        raise SystemExit(f"{page} has no line {MARK}")
-    rest = after.find("\n## ")
-    page.write_text(f"{before}{mark}\n\n{text}\n{after[rest:] if rest >= 0 else ''}", encoding="utf-8")
+    return lines
 
 
 def main() -> None:
@@ -180,11 +174,11 @@ def main() -> None:
     told = parser.parse_args()
     tokenizers = list(installed())
     rows = [*example(tokenizers[0]), *random_model(tokenizers[0]), *golden(tokenizers)]
-    print(table(rows))
+    print("\n".join(table(rows)))
     if told.out:
         told.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
     if told.page:
-        put(told.page, table(rows))
+        put_table(told.page, "recovery", table(rows))
 
 
 if __name__ == "__main__":

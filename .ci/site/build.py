@@ -1,8 +1,8 @@
-"""Builds the site of docs/, of README's start and of the public names, warnings being errors, and checks its links.
+"""Build the site of README, docs/ and the public names. Warnings are errors, and all links are checked.
 
     python .ci/site/build.py out/site
 
-Called by `make site`. Nothing is imported from the package: the names of a room are read from its `__all__`.
+`make site` runs it. It imports nothing from the package, but reads the names in the `__all__` of each module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from links import wrong_links
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "tracegrad"
-BEHIND = ("metrics", "objective.presets", "trainer.token_log", "view")
-"""Rooms that pages name and that `import tracegrad` does not list."""
+EXTRA_MODULES = ("metrics", "objective.presets", "trainer.token_log", "view")
+"""Modules with a page that `import tracegrad` does not list."""
 ABOUT = ("CHANGELOG.md", "CONTRIBUTING.md", "DESIGN.md", "PARITY.md", "SECURITY.md")
 
 
 def public(path: Path) -> list[str]:
-    """The names in `__all__` of a module, or its public classes and functions."""
+    """Return the names in `__all__` of a module, or its public classes and functions."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     for node in body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
@@ -32,22 +32,22 @@ def public(path: Path) -> list[str]:
     return [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
 
 
-def rooms() -> list[str]:
-    """Modules among the names of the package, and those behind."""
-    return sorted(name for name in {*public(PACKAGE / "__init__.py"), *BEHIND} if module(name).exists())
+def modules() -> list[str]:
+    """Return the modules among the names of the package, and `EXTRA_MODULES`."""
+    return sorted(name for name in {*public(PACKAGE / "__init__.py"), *EXTRA_MODULES} if module(name).exists())
 
 
 def module(name: str) -> Path:
-    """The file of a room."""
+    """Return the file of a module."""
     path = PACKAGE / name.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def api() -> dict[str, str]:
-    """A page for the package, one for each room: what its docstring says, then each public name."""
-    own = [name for name in public(PACKAGE / "__init__.py") if name not in rooms() and name != "__version__"]
+    """Return {name: page} for the package and each module: its docstring, then each public name."""
+    own = [name for name in public(PACKAGE / "__init__.py") if name not in modules() and name != "__version__"]
     pages = {"tracegrad": _page("tracegrad", PACKAGE / "__init__.py", own)}
-    for name in rooms():
+    for name in modules():
         names = [
             each
             for each in public(module(name))

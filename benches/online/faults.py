@@ -13,11 +13,11 @@ from machine import MODEL, keep, row
 
 from fault_proxy import FAULTS  # isort: skip
 from fault_runs import played  # isort: skip
+from page_table import put_table  # isort: skip
 from tracegrad.rollout.launch import launch
 from tracegrad.weight_sync import vllm_arguments
 
 COMMAND = "python benches/online/faults.py --vllm-python .venv-vllm/bin/python --out benches/results/faults.json"
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
 
 def main() -> int:
@@ -65,9 +65,7 @@ def main() -> int:
         heads = [f"{dtype}, seed {seed}" for dtype in told.dtypes for seed in range(told.seeds)]
         lines = [f"| fault | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
         lines += [f"| {fault} | {' | '.join(found)} |" for fault, found in cells.items()]
-        text = told.page.read_text()
-        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-        told.page.write_text("\n".join([before, *lines, after]))
+        put_table(told.page, "faults", lines)
     return int(any(each["verdict"] != "named" for each in rows))
 
 

@@ -69,6 +69,11 @@ def test_what_is_written_is_read_back_equal(tmp_path):
     assert config.as_dict(told)["data.reward"] == ['a "quoted" näme', "b,c"]
 
 
+@pytest.mark.parametrize("names", [[], ["a", "b"], ["a,b"], ["[a"], ["[1]"], [" a"], [""], ["é"]])
+def test_a_list_is_read_back_from_its_text_on_the_command_line(names):
+    assert config.load(overrides=[("data.reward", config.join_list(names))]).data.reward == tuple(names)
+
+
 def test_another_preset_drops_the_overrides_of_the_one_before():
     before = config.load(overrides=[("objective", "DAPO"), ("objective.surrogate.high", 0.3)])
     assert config.load(overrides=[("objective", "GRPO")], start=before).objective == config.ObjectiveConfig("GRPO", ())

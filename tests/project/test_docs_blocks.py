@@ -15,6 +15,7 @@ import pytest
 
 import tracegrad as tg
 from doc_blocks import PAGES, ROOT, blocks, commands, indented
+from page_table import put_table
 from tracegrad import config, objective
 from tracegrad.cli import _parse, main
 from tracegrad.online import OnlineConfig, RolloutConfig
@@ -241,6 +242,19 @@ def test_what_else_is_typed_is_there():
             assert all(f'"{flag}"' in script for flag in rest if flag.startswith("--")), f"{block}: {rest}"
         else:
             assert program in ("tracegrad", "torchrun", "accelerate"), f"{block}: {program}"
+
+
+@pytest.mark.parametrize("name", ["study", "choosing", "recommended", "recovery", "faults"])
+def test_a_script_finds_the_place_of_its_table_and_changes_nothing_else(name, tmp_path):
+    page = tmp_path / "page.md"
+    before = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text(encoding="utf-8")
+    page.write_text(before, encoding="utf-8")
+    put_table(page, name, ["| a |", "|---|"])
+    head, after = before.split(f"<!-- table: {name} -->\n\n")
+    rest = after[after.index("\n\n<!-- end -->") :]
+    assert page.read_text(encoding="utf-8") == f"{head}<!-- table: {name} -->\n\n| a |\n|---|{rest}"
+    with pytest.raises(ValueError, match="0 places"):
+        put_table(page, "nothing", [])
 
 
 def test_a_block_that_is_not_marked_or_not_fenced_is_seen(tmp_path):

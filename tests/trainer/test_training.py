@@ -119,3 +119,6 @@ def test_prepared_folders_and_files_are_not_mixed_and_take_no_option_of_aligning
     options = {"data.logprob_kind": "raw"}
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-011.*data\.logprob_kind"):
         tg.train(model, tmp_path / "p", out=tmp_path / "a", options=options, log=lambda line: None)
+    of_training = ["--data.reward", "reward", "--data.reward_weights", "2", "--accept-truncated-sampling"]
+    flags = ["--model", str(model), "--out", str(tmp_path / "b"), *of_training, "--data.holdout", "0", "--dry-run"]
+    assert main(["train", str(tmp_path / "p"), *flags]) == 0

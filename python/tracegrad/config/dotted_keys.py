@@ -68,8 +68,7 @@ def leaves(root: Any, at: str = "") -> dict[str, tuple[Any, Any]]:
     result: dict[str, tuple[Any, Any]] = {}
     for key, (kind, entry) in _entries(root).items():
         name = f"{at}.{key}" if at else key
-        has_fields = _has_fields(entry) and not list_item(kind)
-        result.update(leaves(entry, name) if has_fields else {name: (kind, entry)})
+        result.update(leaves(entry, name) if _has_fields(kind, entry) else {name: (kind, entry)})
     return result
 
 
@@ -178,7 +177,8 @@ def join_list(entries: Iterable[str]) -> str:
     ('a,b', '["a, b"]')
     """
     entries, text = list(entries), ",".join(entries)
-    return text if split_list(text.lstrip("[")) == entries else json.dumps(entries, ensure_ascii=False)
+    is_plain = not text.startswith("[") and split_list(text) == entries
+    return text if is_plain else json.dumps(entries, ensure_ascii=False)
 
 
 def nearest(name: str, valid_names: Iterable[str]) -> str:
@@ -220,19 +220,19 @@ def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite
             next((subkey for subkey in head_values if subkey is not None), None),
         )
         kind, entry = entries.get(head, (None, None))
-        if head not in entries or (None not in head_values and (list_item(kind) or not _has_fields(entry))):
+        has_fields = _has_fields(kind, entry)
+        if head not in entries or (None not in head_values and not has_fields):
             raise _Unknown(name if tail is None else f"{name}.{tail}")
-        is_list = list_item(kind) is not None
         if None not in head_values:
             changes[head] = _rebuilt(entry, head_values, name, opening, finite)
         elif len(head_values) > 1:
             raise ArgumentError(f"TG-CONFIG-002: {opening}{name} and {name}.{tail} are both set. Leave one out.")
-        elif isinstance(entry, tuple) and not is_list and head_values[None] in ("none", ()):
+        elif has_fields and isinstance(entry, tuple) and head_values[None] in ("none", ()):
             changes[head] = ()
         else:
             try:
                 changes[head] = read(head_values[None], kind, finite=finite)
-                if changes[head] is not None and _has_fields(entry) and not is_list:
+                if changes[head] is not None and has_fields:
                     raise ValueError(f"set by its fields: {', '.join(leaves(entry, name))}")
             except ValueError as error:
                 raise _wrong(name, head_values[None], error, opening) from None
@@ -250,8 +250,9 @@ def _entries(node: Any) -> dict[str, tuple[Any, Any]]:
     return {field.name: (kinds[field.name], getattr(node, field.name)) for field in fields(node)}
 
 
-def _has_fields(entry: Any) -> bool:
-    return isinstance(entry, tuple) or is_dataclass(entry)
+def _has_fields(kind: Any, entry: Any) -> bool:
+    """Return whether an entry is set by its fields or indices, and not as one value."""
+    return is_dataclass(entry) or (isinstance(entry, tuple) and list_item(kind) is None)
 
 
 def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:

@@ -21,7 +21,6 @@ _MOST_BYTES = 1 << 16
 _MOST_MARKS = 1000
 _DEEPEST = 12
 _MOVED = {
-    "train.min_ope_ess": "It is now stop.min_ope_ess.",
     "optimizer.warmup_steps": "It is now schedule.warmup_steps.",
     "pack.leave_out": "It is now two booleans: pack.share_prefixes (repeats) and pack.skip_zero_weight (idle).",
 }
@@ -139,7 +138,7 @@ def as_dict(config: Config) -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
-        flat.update({f"{section}.{f.name}": _plain(getattr(part, f.name)) for f in fields(part)})
+        flat.update({f"{section}.{f.name}": _as_toml_value(getattr(part, f.name)) for f in fields(part)})
     flat["objective.preset"] = config.objective.preset
     flat.update({f"objective.{name}": value for name, value in config.objective.overrides})
     return flat
@@ -158,10 +157,10 @@ def describe() -> str:
 def options() -> dict[str, tuple[Any, Value]]:
     """Return {dotted name: (type, default)}, without the objective's own fields."""
     found = leaves({name: getattr(Config(), name) for name in SECTIONS})
-    return {name: (kind, _plain(default)) for name, (kind, default) in found.items()}
+    return {name: (kind, _as_toml_value(default)) for name, (kind, default) in found.items()}
 
 
-def _plain(value: Any) -> Value:
+def _as_toml_value(value: Any) -> Value:
     return list(value) if isinstance(value, tuple) else value
 
 
