@@ -88,8 +88,10 @@ def test_what_was_played_is_on_the_disk_by_groups_and_reads_as_any_file(done):
 def test_the_page_shows_the_whole_run_and_the_tokens_of_its_newest_step(done):
     _, out, _ = done
     page = (out / "report.html").read_text("utf-8")
-    assert "the tokens of step 3" in page
-    for title in ("reward", "server and trainer", "where the time went", "lag", "what went wrong"):
+    assert "Traces with the largest gradients in step 3" in page
+    assert "3 steps have a reward, and 20 are needed" in page
+    assert "<div><dt>traces</dt><dd>24</dd></div><div><dt>groups</dt><dd>6</dd></div>" in page  # of all three steps
+    for title in ("reward", "logprobs of servers and trainer", "time of a step", "staleness", "failures"):
         assert f"<b>{title}</b>" in page
     assert "step 1: " in page  # what hovering over a curve says
     assert page.count("<details") == 8  # two groups of four

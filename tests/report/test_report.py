@@ -17,7 +17,7 @@ from tracegrad._html import escape, visible
 from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.errors import ReadError
 from tracegrad.report import add_success, write_report
-from tracegrad.report.charts import Panel, _thinned, chart, curves
+from tracegrad.report.charts import Panel, _thinned, chart, curves, overlay_curves
 from tracegrad.report.token_map import PerToken, select_examples
 
 HOSTILE = (
@@ -34,8 +34,9 @@ PIECES = {
 }
 
 
-TAGS = """html head meta title style body header h1 h2 dl div dt dd section figure figcaption b output small svg path g
-    rect polyline polygon circle text table thead tbody tr th td p input label span details summary pre i em script"""
+TAGS = """html head meta title style body header main h1 h2 h3 dl div dt dd section figure figcaption b output small
+    svg path g rect polyline polygon circle text tspan table thead tbody tr th td p input label span details summary
+    pre i em script"""
 
 
 OWN = f"<script>{resources.files('tracegrad.report').joinpath('find.js').read_text('utf-8')}</script>"
@@ -103,6 +104,11 @@ def page(tmp_path, s, *steps, rows=(), **more):
     path = tmp_path / "report.html"
     write_report(path, rows=rows, sequences=s, tokenizer=Vocabulary(), terms=steps, **more)
     return Page(path.read_text("utf-8"))
+
+
+def ids(found):
+    """Return the ids of the sections in page order."""
+    return [value for tag, name, value in found.attributes if tag == "section" and name == "id"]
 
 
 # --- hostile input ---
@@ -177,13 +183,13 @@ def test_traces_are_shown_by_their_share_of_the_gradient(tmp_path):
     s = sequences([5] * 7, [False, True, True] + [False, True] * 2, trace=[0, 1, 2], cu=[0, 3, 5, 7])
     # |gradient| sums: trace 0: 0.1 + 0.1, trace 1: 0.6, trace 2: 0. Together 0.8.
     found = page(tmp_path, s, terms([1, 2], [0.1, -0.1]), terms([4, 6], [-0.6, 0.0]))
-    assert "2 traces, good and bad, that pulled hardest" in found.text
+    assert "The 2 traces below have 100 % of the gradient" in found.text
     assert found.text.index("75 %") < found.text.index("25 %")
     assert [tag for tag in found.tags if tag == "details"] == ["details"] * 2
     assert [value.rsplit("·", 1)[1].strip() for value in found.numbers()] == [
-        "100 % of the trace's pull",
-        "50 % of the trace's pull",
-        "50 % of the trace's pull",
+        "100 % of the trace's gradient",
+        "50 % of the trace's gradient",
+        "50 % of the trace's gradient",
     ]
 
 
@@ -200,16 +206,16 @@ def test_hovering_a_token_gives_its_numbers(tmp_path):
     )
     first, second = page(tmp_path, s, step).numbers()
     assert first.split("  ·  ") == [
-        "sampled T0, turn 0",
+        "sampled, level T0, turn 0",
         "ratio 1.25",
         "weight 2",
         "kept",
-        "A +1.5",
+        "advantage +1.5",
         "logprob -0.25, recorded -0.5",
-        "100 % of the trace's pull",
+        "100 % of the trace's gradient",
     ]
     assert "masked" in second
-    assert "A -2" in second
+    assert "advantage -2" in second
 
 
 def test_colours_say_which_way_and_how_far(tmp_path):
@@ -242,7 +248,7 @@ def test_branches_of_a_forked_trace_stand_one_after_another(tmp_path):
     assert "branch 2 of 2" in found.text
 
 
-def test_success_and_facts_stand_at_the_top(tmp_path):
+def test_the_page_has_success_and_facts(tmp_path):
     summary = {
         "before": {"success": 0.39, "ci95": [0.35, 0.43], "n": 512},
         "after": {"success": 0.68, "ci95": [0.64, 0.72], "n": 512},
@@ -252,8 +258,159 @@ def test_success_and_facts_stand_at_the_top(tmp_path):
     found = page(tmp_path, sequences([5, 5], [False, True]), rows=[{"step": 62}], summary=summary)
     assert "39.0 % [35.0, 43.0], n = 512" in found.text
     assert "68.0 % [64.0, 72.0], n = 512" in found.text
+    assert "steps62traces1" in found.text
     assert "seconds45.8seed3" in found.text
-    assert "steps62" in found.text
+
+
+def row(step, value, low, high, **more):
+    """Return a row of metrics.jsonl with a reliable off-policy estimate; the recorded reward is 0.445."""
+    estimate = {"ope": value, "ope_low": low, "ope_high": high, "ope_reliable": 1, "ope_recorded_reward": 0.445}
+    sample = {"ope_ess": 80.0, "ope_ess_fraction": 0.625, "ope_traces": 128, "ope_clamped": 0}
+    return {"step": step, "loss": 0.1, **estimate, **sample, **more}
+
+
+BEFORE, TWO_GROUPS = row(0, 0.445, 0.34, 0.55), {"trace": [0, 1], "cu": [0, 1, 2], "group": [0, 1]}
+
+
+def opening(found):
+    """Return the text of the page before its curves or settings, without the style."""
+    body = found.raw[found.raw.index("<body>") :]
+    return Page(body[: body.index("</section>")] + "</section></main></body>").text
+
+
+def of_rows(tmp_path, rows, **more):
+    return page(tmp_path, sequences([5, 5], [True, True], **TWO_GROUPS), terms([0, 1], [1.0, 1.0]), rows=rows, **more)
+
+
+def test_the_page_begins_with_the_outcome_and_then_curves_settings_alignment_traces(tmp_path):
+    found = of_rows(tmp_path, [BEFORE, row(6, 0.754, 0.641, 0.844)], about=[("optimizer.lr", 0.1)])
+    assert ids(found) == ["outcome", "curves", "settings", "alignment", "traces"]
+    headings = [tag for tag in found.tags if tag in ("h1", "h2", "h3")]
+    assert headings == ["h1", "h2", "h3", "h2", "h2", "h2", "h2"]
+    assert found.tags.index("h2") < found.tags.index("svg") < found.tags.index("table")
+
+
+@pytest.mark.parametrize(
+    ("last", "verdict", "kind"),
+    [
+        (row(6, 0.754, 0.641, 0.844), "Training helped, according to the off-policy estimate", "helped"),
+        (row(6, 0.3, 0.2, 0.4), "Training made the policy worse, according to the off-policy estimate", "worse"),
+        (row(6, 0.5, 0.4, 0.6), "It cannot be told whether training helped", "unclear"),
+    ],
+)
+def test_the_off_policy_estimate_tells_whether_training_helped(tmp_path, last, verdict, kind):
+    found = of_rows(tmp_path, [BEFORE, last])
+    assert f'<h2 class="verdict {kind}">{verdict}</h2>' in found.raw
+    assert f"after step 6, with a 95 % interval of {last['ope_low']} to {last['ope_high']}" in opening(found)
+    assert "80 of 128 held-out traces" in opening(found)
+    assert ("The interval contains the reward before training" in opening(found)) == (kind == "unclear")
+
+
+def test_the_estimate_is_compared_with_that_before_training_and_not_with_another_policys_reward(tmp_path):
+    start = row(0, 0.9, 0.85, 0.95)  # The records (reward 0.445) are of a weaker policy than the one trained.
+    assert 'class="verdict worse"' in of_rows(tmp_path, [start, row(6, 0.7, 0.6, 0.8)]).raw
+    unreliable = {**start, "ope_reliable": 0}
+    assert 'class="verdict helped"' in of_rows(tmp_path, [unreliable, row(6, 0.7, 0.6, 0.8)]).raw
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (
+            {"ope_ess": 7.5, "ope_ess_fraction": 0.0586},
+            "effective sample size is 7 of 128 held-out traces, and at least 39",
+        ),
+        ({"ope_clamped": 3}, "3 of 128 held-out traces have a clamped weight"),
+        ({"ope_traces": 0, "ope": None}, "no held-out trace has a reward and a recorded logprob"),
+        ({"ope_traces": 4, "ope_ess": 4.0, "ope_ess_fraction": 1.0}, "only 4 held-out traces"),
+        ({"ope_low": None, "ope_high": None}, "the held-out traces are of one group"),
+        ({"ope_low": 0.5, "ope_high": 0.5}, "all held-out traces have the same reward"),
+    ],
+)
+def test_an_unreliable_estimate_is_unknown_with_a_reason(tmp_path, last, reason):
+    reliable = row(3, 0.61, 0.52, 0.73)
+    found = of_rows(tmp_path, [BEFORE, reliable, row(6, 0.987, 0.7, 0.99, **{"ope_reliable": 0, **last})])
+    assert 'class="verdict unclear"' in found.raw
+    assert "Off-policy estimate: unknown" in opening(found)
+    assert reason in opening(found)
+    assert "0.987" not in found.text
+    assert "The last reliable estimate is 0.61 [0.52, 0.73], after step 3." in opening(found)
+
+
+def test_an_estimate_that_was_not_made_is_unknown_with_a_reason(tmp_path):
+    assert "no optimizer step has been taken" in opening(of_rows(tmp_path, []))
+    assert "no optimizer step has been taken" in opening(of_rows(tmp_path, [BEFORE]))
+    assert "not evaluated after a step" in opening(of_rows(tmp_path, [BEFORE, {"step": 1, "loss": 0.1}]))
+    assert "no group is held out (data.holdout)" in opening(of_rows(tmp_path, [{"step": 1, "loss": 0.1}]))
+    alone = page(tmp_path, sequences([5, 5], [False, True]), rows=[{"step": 1, "loss": 0.1}])
+    assert "fewer than two groups" in opening(alone)
+
+
+def test_measured_success_comes_first_and_decides(tmp_path):
+    rates = [{"success": share, "ci95": [share - 0.04, share + 0.04], "n": 512} for share in (0.39, 0.68)]
+    found = of_rows(
+        tmp_path, [BEFORE, row(6, 0.5, 0.4, 0.6)], summary=dict(zip(("before", "after"), rates, strict=True))
+    )
+    # 0.29 -+ (0.04 ** 2 + 0.04 ** 2) ** 0.5 = 0.29 -+ 0.0566
+    assert "The difference is +29.0 percentage points, with a 95 % interval of +23.3 to +34.7." in opening(found)
+    assert '<h2 class="verdict helped">Training helped, measured on fresh prompts</h2>' in found.raw
+    assert found.text.index("Success on fresh prompts") < found.text.index("Off-policy estimate")
+    add_success(tmp_path / "report.html", rates[1], rates[0])
+    added = Page((tmp_path / "report.html").read_text("utf-8"))
+    assert added.raw.count('class="verdict') == 1
+    assert 'class="verdict worse">Training made the policy worse, measured on fresh prompts<' in added.raw
+    assert "Off-policy estimate" in added.text
+    add_success(tmp_path / "report.html", rates[0], {"success": 0.42, "ci95": [0.38, 0.46], "n": 512})
+    assert 'class="verdict unclear"' in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_the_reward_of_recorded_traces_is_no_curve_and_that_of_rollouts_is(tmp_path):
+    rows = [{"step": step, "loss": 0.1, "reward": step / 10} for step in range(1, 5)]
+    assert "<b>reward</b>" not in of_rows(tmp_path, rows).raw
+    online = [{**each, "trajectories": 8} for each in rows]
+    assert "<b>reward</b>" in of_rows(tmp_path, online).raw
+    assert "<b>reward</b>" not in overlay_curves({"a": rows})
+    assert "<b>reward</b>" in overlay_curves({"a": rows, "b": online})
+    overlaid = overlay_curves({"a": rows, "b": online})
+    assert overlaid.count('<polyline class="line s0"') == 1  # a's loss
+    assert overlaid.count('<polyline class="line s1"') == 2  # b's loss and reward: a run keeps its colour
+    assert overlaid.count('<span class="key s1">b</span>') == 2
+
+
+def rollouts(step, reward, **more):
+    return {"step": step, "reward": reward, "trajectories": 8 * step, **more}
+
+
+def test_an_online_run_is_judged_by_its_evaluation_and_then_by_its_rewards(tmp_path):
+    # Ten rewards 0.2 and 0.4 in turn: mean 0.3, deviation (10 * 0.01 / 9) ** 0.5 = 0.10541, and
+    # 2.262 * 0.10541 / 10 ** 0.5 = 0.0754. The last ten are higher by 0.4: 0.4 -+ 0.0754 * 2 ** 0.5 = 0.4 -+ 0.1066.
+    steps = [rollouts(n, 0.2 + 0.2 * (n % 2) + 0.4 * (n > 10), traces=8, tokens_trained=50) for n in range(1, 21)]
+    found = of_rows(tmp_path, steps, part="step 20")
+    assert "+0.4, with a 95 % interval of +0.293 to +0.507." in opening(found)
+    assert "Training helped, according to the reward of the rollouts" in opening(found)
+    assert "Off-policy" not in opening(found)
+    assert "traces160trained tokens1,000" in found.text  # sums over all steps
+    assert "Alignment in step 20" in found.text
+    evaluations = [
+        {"step": step, "eval_reward": mean, "eval_low": mean - 0.1, "eval_high": mean + 0.1, "eval_tasks": 50}
+        for step, mean in ((0, 0.5), (20, 0.45))
+    ]
+    found = of_rows(tmp_path, [evaluations[0], *steps, evaluations[1]])
+    assert 'class="verdict unclear"' in found.raw
+    assert opening(found).index("Evaluation") < opening(found).index("Reward of the rollouts")
+    assert "20 are needed" in opening(of_rows(tmp_path, steps[:19]))
+    filtered = [{**each, "groups_zero_std": 1} for each in steps]
+    assert "leave out groups with equal rewards" in opening(of_rows(tmp_path, filtered))
+
+
+def test_tables_have_headings_and_fields_have_labels(tmp_path):
+    found = of_rows(tmp_path, [BEFORE], about=[("optimizer.lr", 0.1)])
+    scopes = [value for tag, name, value in found.attributes if tag == "th" and name == "scope"]
+    assert len(scopes) == found.tags.count("th")
+    assert {"row", "col"} == set(scopes)
+    inputs = {value for tag, name, value in found.attributes if tag == "input" and name == "id"}
+    assert inputs == {value for tag, name, value in found.attributes if tag == "label" and name == "for"}
+    assert ("html", "lang", "en") in found.attributes
 
 
 def test_success_can_be_added_when_it_is_known(tmp_path):
@@ -272,7 +429,7 @@ def test_success_can_be_added_when_it_is_known(tmp_path):
         add_success(tmp_path / "missing", {}, {})
 
 
-def test_tables_show_tiers_and_drift(tmp_path):
+def test_tables_show_alignment_levels_and_mismatches(tmp_path):
     s = sequences([5, 5, 5], [False, True, True])
     one = np.zeros(1, np.int32)
     drift = AlignmentReport(
@@ -286,9 +443,7 @@ def test_tables_show_tiers_and_drift(tmp_path):
 
 def test_a_run_without_rows_or_terms_is_a_page_too(tmp_path):
     found = page(tmp_path, sequences([5, 5], [False, True]))
-    assert "How exactly it aligned" in found.text
-    assert "pulled hardest" not in found.text
-    assert "The run" not in found.text
+    assert ids(found) == ["outcome", "settings", "alignment"]
 
 
 # --- size ---
@@ -299,7 +454,7 @@ def test_long_runs_are_cut_with_a_note(tmp_path):
     s = sequences([5] * (given + 2000), [False] * given + [True] * 2000)
     found = page(tmp_path, s, terms(range(given, given + 2000), [1.0] * 2000))
     assert "4,780 tokens not shown" in found.text
-    assert "500 more trained tokens of this branch, 25 % of the trace's pull, are not shown" in found.text
+    assert "500 more trained tokens of this branch, 25 % of the trace's gradient, are not shown" in found.text
     assert len(found.numbers()) == 1500
 
 
@@ -427,7 +582,7 @@ def test_the_interval_of_value_is_drawn_where_it_is_known():
     assert 'class="level"' in drawn
     assert "0.6 [0.4, 0.9]" in drawn
     assert "step 2" not in drawn
-    assert "importance-weighted" not in curves([{**rows[2], "ope_reliable": 0}])
+    assert "off-policy estimate" not in curves([{**rows[2], "ope_reliable": 0}])
 
 
 def test_examples_are_good_and_bad_ones_of_many_groups():
@@ -439,12 +594,12 @@ def test_examples_are_good_and_bad_ones_of_many_groups():
     assert [trace for trace, _ in select_examples(s, values, 9)] == [0, 1, 3, 2, 4, 5]
 
 
-def test_the_page_says_what_the_run_was_told(tmp_path):
-    told = {
+def test_the_page_has_the_settings_of_the_run(tmp_path):
+    options = {
         "about": [("optimizer.lr", 0.1), ("train.epochs", 4), (HOSTILE, HOSTILE)],
         "links": ["summary.json", "../x", "a b"],
     }
-    found = page(tmp_path, sequences([5], [False]), **told)
+    found = page(tmp_path, sequences([5], [False]), **options)
     assert "optimizer.lr0.1train.epochs4" in found.text
     assert "<td>4</td>" in (tmp_path / "report.html").read_text(), "an option is no column of figures"
     assert [value for _, name, value in found.attributes if name == "href"] == ["summary.json"]

@@ -46,7 +46,7 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
     ]
     assert "evaluation, step 0 0.250 (0.200 to 0.300)" in told
     assert "evaluation, step 2 0.750 (0.700 to 0.800)" in told
-    assert "value, step 2   not known\n" in told
+    assert "ope, step 2     unknown\n" in told
     assert "3 traces" in told
 
 

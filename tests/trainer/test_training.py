@@ -98,8 +98,8 @@ def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, examp
     for name in ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact"):
         assert folders[name] == files[name], name
     pages = [(tmp_path / name / "report.html").read_text() for name in ("file", "folder")]
-    parts = [page[page.index("traces, good and bad") : page.index("<script>")] for page in pages]
-    tables = [page[page.index("How exactly it aligned") : page.index("traces, good and bad")] for page in pages]
+    parts = [page[page.index('<section id="traces">') : page.index("<script>")] for page in pages]
+    tables = [page[page.index('<section id="alignment">') : page.index('<section id="traces">')] for page in pages]
     assert parts[0] == parts[1]
     assert tables[0] == tables[1]
     flags = [str(tmp_path / "p"), "--model", model, "--out", str(tmp_path / "cli"), "--recipe", "DR_GRPO"]

@@ -292,7 +292,7 @@ def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
         run = tmp_path / name
         run.mkdir()
         (run / "config.toml").write_text(f"[optimizer]\nlr = {rate}\n")
-        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "reward": s / 9}) + "\n" for s in range(3)))
+        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": s / 9}) + "\n" for s in range(3)))
     now = time.time()
     assert state_of(tmp_path / "a", now) == "running"
     assert state_of(tmp_path / "a", now + 999) == "ended"

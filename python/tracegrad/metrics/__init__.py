@@ -7,6 +7,8 @@ metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/referen
 from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments
 from tracegrad.metrics.definition import Metric, MetricSet, MetricSums, table
 from tracegrad.metrics.loggers import (
+    MIN_ESS,
+    MIN_ESS_FRACTION,
     JsonLines,
     Progress,
     Row,
@@ -17,6 +19,7 @@ from tracegrad.metrics.loggers import (
     off_policy_estimate,
     progress_line,
     read_rows,
+    unreliable_reason,
 )
 from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicySums
 from tracegrad.metrics.training import (
@@ -36,6 +39,8 @@ METRICS: tuple[Metric, ...] = (*TRAINING, *REWARDS, *COMPLETIONS, *TOOLS, *OFF_P
 __all__ = [
     "COMPLETIONS",
     "METRICS",
+    "MIN_ESS",
+    "MIN_ESS_FRACTION",
     "OFF_POLICY",
     "REWARDS",
     "TOOLS",
@@ -63,4 +68,5 @@ __all__ = [
     "read_rows",
     "table",
     "tools",
+    "unreliable_reason",
 ]

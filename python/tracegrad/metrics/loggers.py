@@ -190,6 +190,35 @@ def off_policy_estimate(row: Row) -> tuple[float, float, float] | None:
     return float(value), float(low), float(high)
 
 
+MIN_ESS = 10.0
+"""Minimum effective sample size of an off-policy estimate, in traces. With fewer, its interval is not reliable."""
+MIN_ESS_FRACTION = 0.3
+"""Minimum effective share of the held-out traces. Below it, traces that the policy now prefers were hardly recorded."""
+
+
+def unreliable_reason(row: Row) -> str | None:
+    """Return why the off-policy estimate of a row is not reliable, as a clause; None if it is reliable.
+
+    >>> unreliable_reason({"ope": 0.5, "ope_ess": 6.0, "ope_ess_fraction": 0.05, "ope_traces": 120, "ope_clamped": 0})
+    'the effective sample size is 6 of 120 held-out traces, and at least 36 are needed'
+    """
+    if off_policy_estimate(row) is not None:
+        return None
+    traces, ess, clamped = (int(row.get(f"ope_{name}") or 0) for name in ("traces", "ess", "clamped"))
+    needed = max(MIN_ESS, math.ceil(MIN_ESS_FRACTION * traces - 1e-9))
+    if not traces:
+        return "no held-out trace has a reward and a recorded logprob for each of its trained tokens"
+    if traces < MIN_ESS:
+        return f"only {traces} held-out traces have a reward and recorded logprobs, and at least {MIN_ESS:g} are needed"
+    if clamped:
+        return f"{clamped} of {traces} held-out traces have a clamped weight: the policy is far from the recorded one"
+    if (row.get("ope_ess") or 0.0) < MIN_ESS or (row.get("ope_ess_fraction") or 0.0) < MIN_ESS_FRACTION:
+        return f"the effective sample size is {ess} of {traces} held-out traces, and at least {needed:g} are needed"
+    if row.get("ope_low") is None:
+        return "the held-out traces are of one group"
+    return "all held-out traces have the same reward"
+
+
 class Stopwatch:
     """Wall time by stage, in seconds.
 

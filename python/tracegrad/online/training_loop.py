@@ -48,7 +48,7 @@ from tracegrad.rollout.progress import Progress, format_time_left
 from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import Trainer, checkpoint
-from tracegrad.trainer.api import objective_of
+from tracegrad.trainer.api import describe_run, objective_of
 from tracegrad.trainer.distributed import Ranks
 from tracegrad.trainer.lora import LoraFolder, load_model
 from tracegrad.trainer.result import TokenRecord
@@ -489,13 +489,18 @@ class TrainingLoop:
         if self.ranks.first and self._shown is not None:
             sequences, terms = self._shown
             rows, out = metrics.read_rows(self.trainer.out / "metrics.jsonl"), self.trainer.out
+            model = {} if self.initial_model is None else {"model": self.initial_model}
+            links = [name for name in ("config.toml", "run.json", "metrics.jsonl") if (out / name).is_file()]
             write_report(
                 out / "report.html",
                 rows=rows,
                 sequences=sequences,
                 tokenizer=self.tokenizer,
                 terms=[terms],
-                title=f"{out.name}, the tokens of step {terms.step}",
+                title=out.name,
+                part=f"step {terms.step}",
+                about=describe_run(self.trainer.config, self.trainer.objective, out.resolve(), **model),
+                links=links,
             )
 
     def _align(self, traces: Traces) -> tuple[Traces, Sequences]:

@@ -1,4 +1,4 @@
-"""Draw the curves of a run as inline SVG: no script, no plotting library, numbers on hover.
+"""Draw the curves and intervals of a run as inline SVG: no script, no plotting library, numbers on hover.
 
 The panels of the page are defined here. Rows are those of metrics.jsonl.
 """
@@ -29,6 +29,8 @@ class Panel:
         band: keys of the lower and upper end of an interval around the first series.
         level: a key, or a number, drawn as a dashed line.
         floor: value that the axis reaches down to at least. None follows the data.
+        online: draw it only for steps of an online run. The same number of recorded traces follows the order of the
+            data, and shows no progress.
     """
 
     title: str
@@ -37,58 +39,63 @@ class Panel:
     band: tuple[str, str] | None = None
     level: str | float | None = None
     floor: float | None = None
+    online: bool = False
 
 
-_EVAL = ("eval_low", "eval_high")
 PANELS = (
-    Panel("evaluation", ("eval_reward",), "mean reward of the tasks that are not trained on, 95 % interval", _EVAL),
-    Panel("reward", ("reward",), "mean reward of the traces of a step"),
-    Panel("loss", ("loss",), "what was minimised"),
     Panel(
-        "value",
+        "evaluation",
+        ("eval_reward",),
+        "mean reward of the evaluation tasks, 95 % interval",
+        ("eval_low", "eval_high"),
+    ),
+    Panel(
+        "off-policy estimate",
         ("ope",),
-        "importance-weighted reward on held-out groups where it is known, 95 % interval; dashed: as recorded",
+        "estimated reward on held-out groups, where reliable, 95 % interval; dashed: reward as recorded",
         ("ope_low", "ope_high"),
         "ope_recorded_reward",
     ),
+    Panel("reward", ("reward",), "mean reward of the rollouts that a step trains on", online=True),
+    Panel("loss", ("loss",), "the value that is minimised"),
+    Panel("ratio", ("ratio_mean",), "mean ratio inside the surrogate; dashed: 1, no change", level=1.0),
     Panel(
-        "ratio mean", ("ratio_mean",), "ratio inside the surrogate; dashed: 1, the policy it was taken from", level=1.0
+        "clip fraction", ("clip_fraction",), "share of the trained tokens whose gradient the clip removed", floor=0.0
     ),
-    Panel("clip fraction", ("clip_fraction",), "share of terms whose gradient the clip removed", floor=0.0),
     Panel(
         "effective sample size",
         ("ope_ess_fraction", "token_ess"),
-        "share of samples that still count: held-out traces, weighted terms",
+        "as a share of the held-out traces, and of the weighted tokens",
         floor=0.0,
     ),
     Panel(
-        "good and bad samples",
+        "good and bad traces",
         ("logprob_good", "logprob_bad"),
-        "mean logprob of held-out traces above and below their group",
+        "mean logprob of held-out traces with a reward above, and below, their group's mean",
     ),
-    Panel("distance from the recording", ("kl_rollout_theta",), "KL(rollout, theta), nats a token", floor=0.0),
-    Panel("entropy", ("entropy",), "nats a token", floor=0.0),
+    Panel("KL to the rollout policy", ("kl_rollout_theta",), "KL(rollout, theta), nats per token", floor=0.0),
+    Panel("entropy", ("entropy",), "nats per token", floor=0.0),
     Panel(
-        "server and trainer",
+        "logprobs of servers and trainer",
         ("weight_check/max", "weight_check/p99", "weight_check/p50"),
-        "|theta - rollout|, nats, before an update",
+        "|theta - rollout| before an update, nats",
         floor=0.0,
     ),
     Panel(
-        "where the time went",
+        "time of a step",
         ("time/rollout_wait", "time/prepare", "time/train", "time/weight_sync"),
-        "seconds of a step",
+        "seconds",
         floor=0.0,
     ),
-    Panel("lag", ("staleness_mean", "staleness_max"), "updates that the trainer was ahead of what sampled", floor=0.0),
+    Panel("staleness", ("staleness_mean", "staleness_max"), "policy versions between sampling and training", floor=0.0),
     Panel(
-        "what went wrong",
+        "failures",
         ("branches_extra", "tokens_lost", "calls_retried", "trajectories_failed"),
-        "extra branches and lost tokens of a step; calls sent again and failed trajectories so far",
+        "extra branches and lost tokens of a step; retried calls and failed trajectories so far",
         floor=0.0,
     ),
     Panel("gradient norm", ("grad_norm",), "before clipping", floor=0.0),
-    Panel("speed", ("tokens_per_s",), "tokens a second through the update", floor=0.0),
+    Panel("throughput", ("tokens_per_s",), "tokens per second through the update", floor=0.0),
 )
 
 
@@ -103,12 +110,31 @@ class Point(NamedTuple):
 
 def curves(rows: Rows) -> str:
     """Return all panels for which the rows have values, as HTML."""
-    drawn = [panel for panel in PANELS if any(_points(rows, key, panel.band) for key in panel.series)]
-    return "".join(chart(rows, panel) for panel in drawn)
+    drawn = []
+    for panel in PANELS:
+        shown = _online(rows) if panel.online else rows
+        if any(_points(shown, key, panel.band) for key in panel.series):
+            drawn.append(chart(shown, panel))
+    return "".join(drawn)
+
+
+def is_online_step(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a step that trained on new rollouts, and not on recorded traces or in a replay.
+
+    >>> is_online_step({"step": 1, "reward": 0.5}), is_online_step({"step": 1, "reward": 0.5, "trajectories": 64})
+    (False, True)
+    """
+    return "trajectories" in row
+
+
+def _online(rows: Rows) -> Rows:
+    return [row for row in rows if is_online_step(row)]
 
 
 def overlay_curves(runs: Mapping[str, Rows]) -> str:
     """Return the first series of each panel with one line per run over a common step axis, as HTML.
+
+    A run has the same colour in all panels.
 
     >>> rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
     >>> overlay_curves({"a": rows, "b": rows}).count("<polyline")
@@ -118,32 +144,32 @@ def overlay_curves(runs: Mapping[str, Rows]) -> str:
     for panel in PANELS:
         key, rows = panel.series[0], []
         for name, run_rows in runs.items():
-            rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(run_rows) if key in row]
+            shown = _online(run_rows) if panel.online else run_rows
+            rows += [{"step": step_of(row, index), name: row[key]} for index, row in enumerate(shown) if key in row]
         level = panel.level if not isinstance(panel.level, str) else None
-        if names := tuple(name for name in runs if _points(rows, name, None)):
-            drawn.append(chart(rows, Panel(panel.title, names, panel.note, None, level, panel.floor)))
+        if any(_points(rows, name, None) for name in runs):
+            drawn.append(chart(rows, Panel(panel.title, tuple(runs), panel.note, None, level, panel.floor)))
     return "".join(drawn)
 
 
 def chart(rows: Rows, panel: Panel) -> str:
     """Return one panel as HTML with an inline SVG."""
-    series = [(key, _thinned(_points(rows, key, panel.band))) for key in panel.series]
-    series = [(key, points) for key, points in series if points]
+    all_series = [(index, key, _thinned(_points(rows, key, panel.band))) for index, key in enumerate(panel.series)]
+    series = [(index, key, points) for index, key, points in all_series if points]
     level = _level(rows, panel.level)
     x = _Axis.steps(rows)
-    values = [end for _, points in series for point in points for end in point[1:] if math.isfinite(end)]
+    values = [end for _, _, points in series for point in points for end in point[1:] if math.isfinite(end)]
     y = _Axis.of(values + ([level] if level is not None else []), panel.floor)
     parts = [_grid(x, y)]
     if level is not None:
         parts.append(f'<path class="level" d="M{_LEFT},{y.at(level, True):.1f}H{_WIDTH - _RIGHT}"/>')
-    for index, (_, points) in enumerate(series):
+    for index, _, points in series:
         parts.append(_line(points, x, y, index))
-    for index, (key, points) in enumerate(series):
+    for index, key, points in series:
         parts.append(_hover(points, x, y, index, key if len(series) > 1 else ""))
-    legend = "".join(f'<span class="key s{i}">{escape(key)}</span>' for i, (key, _) in enumerate(series)) * (
-        len(series) > 1
-    )
-    last = " · ".join(number(points[-1].value) for _, points in series)
+    keys = [f'<span class="key s{index}">{escape(key)}</span>' for index, key, _ in series]
+    legend = "".join(keys) if len(panel.series) > 1 else ""
+    last = " · ".join(number(points[-1].value) for _, _, points in series)
     return (
         f"<figure><figcaption><b>{escape(panel.title)}</b><output>{last}</output>"
         f"<small>{escape(panel.note)}{legend}</small></figcaption>"
@@ -152,21 +178,50 @@ def chart(rows: Rows, panel: Panel) -> str:
     )
 
 
-def interval(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return an SVG of the success before and after, with 95 % intervals, on a scale from 0 to 100 %."""
-    lines = []
-    for index, (name, estimate) in enumerate((("before", before), ("after", after))):
-        low, high = (100 * float(end) for end in estimate["ci95"])
-        share, y = 100 * float(estimate["success"]), 18 + 30 * index
-        text = f"{share:.1f} % [{low:.1f}, {high:.1f}], n = {int(estimate['n']):,}"
-        lines.append(
-            f'<text x="0" y="{y + 4}">{name}</text><path class="rail" d="M60,{y}h300"/>'
-            f'<path class="whisker s{index}" d="M{60 + 3 * low:.1f},{y}H{60 + 3 * high:.1f}"/>'
-            f'<circle class="dot s{index}" cx="{60 + 3 * share:.1f}" cy="{y}" r="5"/>'
-            f'<text x="374" y="{y + 4}">{text}</text>'
+class Bar(NamedTuple):
+    """One value of `intervals`, with the ends of its 95 % interval (NaN without one) and the text to print."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    text: str
+
+
+def intervals(bars: Sequence[Bar], unit: str = "") -> str:
+    """Return an SVG of values with their 95 % intervals on a common scale, one below the other.
+
+    The scale is 0 to 1 if all values are, and follows them otherwise.
+
+    Args:
+        bars: at most four values.
+        unit: "%" prints the ends of the scale as percentages.
+    """
+    ends = [end for bar in bars for end in bar[1:4] if math.isfinite(end)]
+    low, high = (0.0, 1.0) if min(ends) >= 0 and max(ends) <= 1 else _Axis.of(ends, None)[:2]
+
+    def at(value: float) -> str:
+        return f"{6 + (_WIDTH - 12) * (value - low) / (high - low):.1f}"
+
+    parts = []
+    for index, bar in enumerate(bars):
+        y = 32 + 40 * index
+        parts.append(
+            f'<text class="bar" x="0" y="{y - 14}"><tspan>{escape(bar.name)}</tspan> {escape(bar.text)}</text>'
         )
-    label = "success rate before and after, with 95 % intervals"
-    return f'<svg class="success" viewBox="0 0 620 68" role="img" aria-label="{label}">{"".join(lines)}</svg>'
+        parts.append(f'<path class="rail" d="M6,{y}H{_WIDTH - 6}"/>')
+        if math.isfinite(bar.low):
+            parts.append(f'<path class="whisker s{index}" d="M{at(bar.low)},{y}H{at(bar.high)}"/>')
+        parts.append(f'<circle class="dot s{index}" cx="{at(bar.value)}" cy="{y}" r="5"/>')
+    height = 40 * len(bars) + 12
+    scale = [f"{100 * end:g} %" if unit == "%" else number(end) for end in (low, high)]
+    parts.append(f'<text x="0" y="{height - 2}">{scale[0]}</text>')
+    parts.append(f'<text class="y" x="{_WIDTH}" y="{height - 2}">{scale[1]}</text>')
+    label = "95 % intervals: " + "; ".join(f"{bar.name} {bar.text}" for bar in bars)
+    return (
+        f'<svg class="intervals" viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg>"
+    )
 
 
 class _Axis(NamedTuple):
@@ -205,9 +260,9 @@ class _Axis(NamedTuple):
 def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
     out = []
     for index, row in enumerate(rows):
-        value = _finite(row.get(key))
+        value = as_number(row.get(key))
         if value is not None and (key != "ope" or off_policy_estimate(row)):
-            ends = [_finite(row.get(end)) for end in band] if band else [None, None]
+            ends = [as_number(row.get(end)) for end in band] if band else [None, None]
             low, high = (math.nan if end is None else end for end in ends)
             out.append(Point(step_of(row, index), value, low, high))
     return out
@@ -215,11 +270,12 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
 
 def step_of(row: Mapping[str, Any], index: int) -> float:
     """Return the optimizer step of a row, or its index if the row has no step."""
-    step = _finite(row.get("step"))
+    step = as_number(row.get("step"))
     return float(index) if step is None else step
 
 
-def _finite(value: Any) -> float | None:
+def as_number(value: Any) -> float | None:
+    """Return a value of a row as a float; None if it is not a finite number of at most 1e30."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return None
     return float(value) if abs(value) < 1e30 else None
@@ -238,7 +294,7 @@ def _thinned(points: list[Point]) -> list[Point]:
 def _level(rows: Rows, level: str | float | None) -> float | None:
     if not isinstance(level, str):
         return level
-    values = [value for row in rows if (value := _finite(row.get(level))) is not None]
+    values = [value for row in rows if (value := as_number(row.get(level))) is not None]
     return values[-1] if values else None
 
 

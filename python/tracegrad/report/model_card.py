@@ -1,4 +1,4 @@
-"""Write the model card (README.md) of a checkpoint: the loss, options, data and figures of its run.
+"""Write the model card (README.md) of a checkpoint: the loss, options, data and results of its run.
 
 Model hubs read the head. The rest is text for people. Third-party text is inside code blocks that it cannot close.
 """
@@ -16,7 +16,6 @@ from tracegrad.storage import files
 
 NAME = "README.md"
 _BLOCK = "~~~~~~~~"
-_SPELT = {"ope": "value", "eval": "evaluation"}
 
 
 def write_card(
@@ -55,11 +54,11 @@ def write_card(
         "# A policy trained by tracegrad",
         "",
         f"Trained by tracegrad {__version__} from recorded trajectories and their logprobs.",
-        *_section("Begun with", [Path(redact(base)).name]),
+        *_section("Base model", [Path(redact(base)).name]),
         *_section("Loss", str(objective).split("\n")),
         *_section("Options other than the default", options or ["none"]),
         *_section("Data", data),
-        *_section("Figures", figures(rows)),
+        *_section("Results", results(rows)),
     ]
     try:
         files.write(checkpoint / NAME, "\n".join(lines) + "\n")
@@ -69,24 +68,22 @@ def write_card(
         ) from error
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines with the results of a run: steps, trained tokens, off-policy estimate, and evaluations.
+def results(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return lines with the results of a run: steps, trained tokens, off-policy estimate (ope), and evaluations.
 
     >>> before = {"step": 0, "ope": 0.4, "ope_low": 0.3, "ope_high": 0.5}
-    >>> figures([{**before, "ope_reliable": 1}, {"step": 1, "loss": 0.1, "tokens_trained": 9}])
-    ['steps           1', 'tokens          9', 'value, step 0   0.400 (0.300 to 0.500)']
+    >>> results([{**before, "ope_reliable": 1}, {"step": 1, "loss": 0.1, "tokens_trained": 9}])
+    ['steps           1', 'tokens          9', 'ope, step 0     0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
     facts = [("steps", f"{len(steps)}"), ("tokens", f"{sum(row.get('tokens_trained') or 0 for row in steps):,}")]
-    for kind, name in (("ope", "ope"), ("eval", "eval_reward")):
+    for kind, name, label in (("ope", "ope", "ope"), ("eval", "eval_reward", "evaluation")):
         measured = [row for row in rows if row.get(name) is not None]
         for row in [*measured[:1], *measured[1:][-1:]]:
             span = [row.get(f"{kind}_{end}") for end in ("low", "high")]
             between = "" if None in span else f" ({span[0]:.3f} to {span[1]:.3f})"
             is_reliable = kind != "ope" or off_policy_estimate(row) is not None
-            facts.append(
-                (f"{_SPELT[kind]}, step {row['step']}", f"{row[name]:.3f}{between}" if is_reliable else "not known")
-            )
+            facts.append((f"{label}, step {row['step']}", f"{row[name]:.3f}{between}" if is_reliable else "unknown"))
     return [f"{name:<15} {value}" for name, value in facts]
 
 

@@ -1,7 +1,7 @@
-"""Write report.html: facts of the run, its curves, its alignment report, and the traces with the largest gradient.
+"""Write report.html: whether training helped, curves, settings, the alignment report, and traces with their tokens.
 
-`write_report` assembles the page and limits its size. It computes no metrics. The trainer provides rows and per-token
-arrays, and the sequences provide the tables.
+`write_report` assembles the page and limits its size. The trainer provides rows and per-token arrays, and the
+sequences provide the tables. `outcome` decides what the rows show.
 """
 
 import base64
@@ -18,7 +18,8 @@ from tracegrad._html import escape, number, percent
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import TIER_TEXT
 from tracegrad.errors import ReadError
-from tracegrad.report.charts import Rows, curves, interval, step_of
+from tracegrad.report.charts import Rows, as_number, curves, intervals, step_of
+from tracegrad.report.outcome import Outcome, measured_outcomes, success_outcome
 from tracegrad.report.token_map import PerToken, TermArrays, Thumbnails, select_examples, trace_html
 from tracegrad.storage import files as outputs
 
@@ -31,12 +32,17 @@ _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_
 _DRAWN = "; img-src data:"
 _MOST_TEXT = 200  # Limit of a name, in characters.
 _MODES = (
-    ("pull", "pull", "how hard, and which way, the token moves the policy"),
-    ("ratio", "ratio", "theta over the policy that the surrogate compares with"),
-    ("weight", "weight", "the detached correction"),
-    ("advantage", "advantage", "what the trace earned above its group"),
-    ("source", "source", "sampled, given or template"),
+    ("gradient", "how strongly, and in which direction, the token changes the policy"),
+    ("ratio", "the ratio that the surrogate uses: theta / old, or theta / rollout"),
+    ("weight", "the importance weight after truncation or masking"),
+    ("advantage", "the reward compared with its group"),
+    ("source", "sampled, prompt or template"),
 )
+_STOPPED = {
+    "ope_ess": "stopped: effective sample size too small",
+    "ope_falls": "stopped: off-policy estimate fell",
+    "signal": "stopped on request",
+}
 
 
 class Decoder(Protocol):
@@ -53,7 +59,8 @@ class TraceCounts:
 
     Args:
         traces, groups, tokens, terms: numbers of each. Terms are trained tokens.
-        tiers, drift: name to counts, as `Sequences.tiers` and `AlignmentReport.table` return them.
+        levels: alignment level to counts, as `Sequences.tiers` returns them.
+        mismatches: reason to counts, as `AlignmentReport.table` returns them.
         recorded, exact: as in `AlignmentReport`.
     """
 
@@ -61,18 +68,18 @@ class TraceCounts:
     groups: int
     tokens: int
     terms: int
-    tiers: Mapping[str, Mapping[str, int]]
-    drift: Mapping[str, Mapping[str, int]]
+    levels: Mapping[str, Mapping[str, int]]
+    mismatches: Mapping[str, Mapping[str, int]]
     recorded: int
     exact: int
 
     @classmethod
     def of(cls, sequences: Sequences) -> "TraceCounts":
         """Return the counts of all traces in sequences."""
-        drift, terms = sequences.alignment_report, int(sequences.trainable.sum())
+        report, terms = sequences.alignment_report, int(sequences.trainable.sum())
         groups = len(set(sequences.group.tolist()))
-        counts = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), drift.table())
-        return cls(*counts, drift.recorded, drift.exact)
+        counts = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), report.table())
+        return cls(*counts, report.recorded, report.exact)
 
 
 def write_report(
@@ -86,6 +93,7 @@ def write_report(
     total_gradient: float | None = None,
     summary: Mapping[str, Any] | None = None,
     title: str = "tracegrad",
+    part: str | None = None,
     about: Sequence[tuple[str, object]] = (),
     links: Sequence[str] = (),
     max_traces: int = 20,
@@ -103,8 +111,10 @@ def write_report(
         total_gradient: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum
             over `terms`.
         summary: content of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage,
-            `seed`.
+            `seed`, `steps_planned`, `stopped`.
         title: title of the page.
+        part: part of the run that `sequences` covers, such as "step 3". Default: the whole run. Numbers of traces and
+            tokens of the whole run are then sums over `rows`.
         about: names and values: recipe, options, versions, paths.
         links: names of files in the same folder.
         max_traces: maximum number of traces. Those with the largest share of the gradient are shown, with advantages
@@ -119,20 +129,22 @@ def write_report(
     values = PerToken.of(sequences.tokens, terms)
     summary, counts = summary or {}, counts or TraceCounts.of(sequences)
     style = files("tracegrad.report").joinpath("style.css").read_text("utf-8") + colours(_PAIRS)
-    traces = _traces(sequences, values, tokenizer, max_traces, max_bytes, total_gradient)
+    traces = _traces(sequences, values, tokenizer, max_traces, max_bytes, total_gradient, part)
     policy = _POLICY + _DRAWN * ("<img " in traces)  # "<" is escaped in third-party text.
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title[:_MOST_TEXT])}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width&#61;device-width"><style>{style}</style></head><body>'
-        f"{_opening(title, rows, counts, summary)}{_about(about, links)}{_curves(rows)}{_tables(counts)}"
-        f"{traces}<script>{_FIND}</script></body></html>\n"
+        '<meta name="viewport" content="width&#61;device-width,initial-scale&#61;1">'
+        f"<style>{style}</style></head><body>"
+        f"<header><h1>{escape(title[:_MOST_TEXT])}</h1></header><main>{_outcome(rows, counts, summary)}{_curves(rows)}"
+        f"{_settings(rows, counts, summary, about, links, part)}{_alignment(counts, part)}{traces}</main>"
+        f"<script>{_FIND}</script></body></html>\n"
     )
     write_page(Path(path), page.encode())
 
 
 def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Insert success rates before and after training at the top of an existing page, or replace them.
+    """Put success rates before and after training, and their verdict, at the top of an existing page.
 
     Args:
         path: a page from `write_report`.
@@ -150,83 +162,138 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
     _, end_mark, tail = rest.partition(_MARKS[1])
     if not start_mark or not end_mark:
         raise ReadError(f"TG-REPORT-003: {path}: it is not a page of write_report. Write the report first.")
-    write_page(path, (head + start_mark + _success(before, after) + end_mark + tail).encode())
+    write_page(path, (head + start_mark + _success(success_outcome(before, after)) + end_mark + tail).encode())
 
 
-def _opening(title: str, rows: Rows, counts: TraceCounts, summary: Mapping[str, Any]) -> str:
-    facts: list[tuple[str, str]] = [
-        ("traces", f"{counts.traces:,}"),
-        ("groups", f"{counts.groups:,}"),
-        ("tokens", f"{counts.tokens:,}"),
-        ("trained tokens", f"{counts.terms:,}"),
-        ("steps", number(step_of(rows[-1], len(rows))) if rows else "0"),
+def _outcome(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any]) -> str:
+    """Return the verdict, then each measurement with its interval, or the reason why it is unknown."""
+    before, after = summary.get("before"), summary.get("after")
+    outcomes = measured_outcomes(rows, counts.groups)
+    verdict = _success(success_outcome(before, after)) if before and after else _verdict(outcomes[0])
+    return f'<section id="outcome">{_MARKS[0]}{verdict}{_MARKS[1]}{"".join(map(_measurement, outcomes))}</section>'
+
+
+def _success(outcome: Outcome) -> str:
+    return _verdict(outcome) + _measurement(outcome)
+
+
+def _verdict(outcome: Outcome) -> str:
+    return f'<h2 class="verdict {outcome.verdict}">{escape(outcome.headline)}</h2>'
+
+
+def _measurement(outcome: Outcome) -> str:
+    name = f"{outcome.name}: unknown" if outcome.is_unknown else outcome.name
+    drawn = intervals(outcome.bars, outcome.unit) if outcome.bars else ""
+    return f"<h3>{escape(name)}</h3><p>{escape(outcome.sentences)}</p>{drawn}"
+
+
+def _facts(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any], part: str | None) -> list[tuple[str, str]]:
+    """Return names and values of the run's size, as HTML."""
+    numbers = {
+        "traces": counts.traces,
+        "groups": counts.groups,
+        "tokens": counts.tokens,
+        "trained tokens": counts.terms,
+    }
+    if part is not None:
+        keys = {name: name.replace("trained tokens", "tokens_trained") for name in numbers}
+        values = {name: [as_number(row.get(key)) for row in rows if key in row] for name, key in keys.items()}
+        numbers = {name: int(sum(value or 0 for value in found)) for name, found in values.items() if found}
+    steps = number(step_of(rows[-1], len(rows))) if rows else "0"
+    planned = as_number(summary.get("steps_planned"))
+    facts = [
+        ("steps", steps if planned is None else f"{steps} of {planned:,.0f}"),
+        *((name, f"{value:,}") for name, value in numbers.items()),
     ]
+    if reason := _STOPPED.get(str(summary.get("stopped"))):
+        facts.insert(1, ("end", reason))
     seconds = summary.get("seconds")
     if isinstance(seconds, Mapping) and seconds:
         facts.append(("seconds", number(round(sum(float(duration) for duration in seconds.values()), 1))))
     if "seed" in summary:
         facts.append(("seed", escape(str(summary["seed"])[:_MOST_TEXT])))
+    return facts
+
+
+def _settings(
+    rows: Rows,
+    counts: TraceCounts,
+    summary: Mapping[str, Any],
+    about: Sequence[tuple[str, object]],
+    links: Sequence[str],
+    part: str | None,
+) -> str:
+    """Return the size of the run, a table of its settings, and links to files in the same folder."""
+    facts = _facts(rows, counts, summary, part)
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    before, after = summary.get("before"), summary.get("after")
-    success = _success(before, after) if before and after else ""
-    head = f'<h1>{escape(title[:_MOST_TEXT])}</h1><dl class="tiles">{tiles}</dl>'
-    return f"<header>{head}{_MARKS[0]}{success}{_MARKS[1]}</header>"
-
-
-def _about(about: Sequence[tuple[str, object]], links: Sequence[str]) -> str:
-    """Return a table of the run's settings, and links to files in the same folder."""
-    rows = [[name, str(value)] for name, value in about]
-    settings = f'<div class="tables">{_table(("what", "told"), rows, "nothing")}</div>' if rows else ""
+    lines = [[name, str(value)] for name, value in about]
+    settings = f'<div class="tables">{_table("settings", ("setting", "value"), lines, "none")}</div>' if lines else ""
     names = [name for name in links if re.fullmatch(r"[\w.-]+", name)]
     file_links = " · ".join(f'<a href="{name}">{name}</a>' for name in names)
-    return (
-        f"<section><h2>What it was told</h2>{settings}<p>{file_links}</p></section>" if settings or file_links else ""
-    )
-
-
-def _success(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return f"<h2>Success on fresh prompts</h2>{interval(before, after)}"
+    more = f"<p>{file_links}</p>" if file_links else ""
+    return f'<section id="settings"><h2>Data and settings</h2><dl class="tiles">{tiles}</dl>{settings}{more}</section>'
 
 
 def _curves(rows: Rows) -> str:
     drawn = curves(rows)
-    return f'<section><h2>The run</h2><div class="curves">{drawn}</div></section>' if drawn else ""
+    return f'<section id="curves"><h2>Curves</h2><div class="curves">{drawn}</div></section>' if drawn else ""
 
 
-def _tables(counts: TraceCounts) -> str:
-    tiers = [[name, TIER_TEXT.get(name, ""), *tier_counts.values()] for name, tier_counts in counts.tiers.items()]
-    drift = [[reason, *tier_counts.values()] for reason, tier_counts in counts.drift.items()]
+def _alignment(counts: TraceCounts, part: str | None) -> str:
+    levels = [[name, TIER_TEXT.get(name, ""), *numbers.values()] for name, numbers in counts.levels.items()]
+    mismatches = [[reason, *numbers.values()] for reason, numbers in counts.mismatches.items()]
     rate = 1.0 - counts.exact / counts.recorded if counts.recorded else 0.0
     exact = (
         f"<p>{percent(rate)} of {counts.recorded:,} recorded tokens are without an exact id and logprob.</p>"
         if counts.recorded
         else ""
     )
+    level_heads = ("alignment level", "meaning", "tokens", "trainable tokens", "turns")
+    mismatch_heads = ("mismatch", "count", "traces", "tokens")
     return (
-        '<section><h2>How exactly it aligned</h2><div class="tables">'
-        + _table(("tier", "meaning", "tokens", "trainable", "generations"), tiers, "no sampled token")
-        + _table(("drift", "findings", "traces", "tokens"), drift, "nothing differs")
-        + f"</div>{exact}</section>"
+        f'<section id="alignment"><h2>{_of_part("Alignment", part)}</h2>{exact}<div class="tables">'
+        + _table("alignment levels", level_heads, levels, "no sampled tokens")
+        + _table("mismatches", mismatch_heads, mismatches, "no mismatches")
+        + "</div></section>"
     )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> str:
+def _of_part(heading: str, part: str | None) -> str:
+    return heading if part is None else f"{heading} in {escape(part[:_MOST_TEXT])}"
+
+
+def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> str:
+    """Return a table. The first cell of a row is its heading, and columns of integers are aligned to the right."""
+
     def cell(value: Any) -> str:
         return (
             f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(str(value)[:_MOST_TEXT])}</td>"
         )
 
-    lines = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in rows)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(str(first)[:_MOST_TEXT])}</th>{"".join(map(cell, rest))}</tr>'
+        for first, *rest in rows
+    )
     lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'
-    marks = ["" if head in ("tier", "meaning", "drift", "what", "told") else ' class="n"' for head in heads]
-    titles = "".join(f"<th{mark}>{head}</th>" for mark, head in zip(marks, heads, strict=True))
-    return f'<div class="wide"><table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table></div>'
+    texts = ("alignment level", "meaning", "mismatch", "setting", "value")
+    marks = ["" if head in texts else ' class="n"' for head in heads]
+    titles = "".join(f'<th scope="col"{mark}>{head}</th>' for mark, head in zip(marks, heads, strict=True))
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="{name}"><table><thead><tr>{titles}</tr></thead>'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
 
 
 def _traces(
-    sequences: Sequences, values: PerToken, tokenizer: Decoder, most: int, most_bytes: int, pull: float | None
+    sequences: Sequences,
+    values: PerToken,
+    tokenizer: Decoder,
+    most: int,
+    most_bytes: int,
+    total: float | None,
+    part: str | None,
 ) -> str:
-    if not (chosen := select_examples(sequences, values, most, pull)):
+    if not (chosen := select_examples(sequences, values, most, total)):
         return ""
     cache: dict[int, bytes] = {}
 
@@ -238,38 +305,42 @@ def _traces(
     shown: list[str] = []
     size, drawn = 0, Thumbnails()
     for rank, (trace, share) in enumerate(chosen, 1):
-        part = trace_html(sequences, values, token_bytes, trace, share, rank, chosen[0][1], drawn)
-        size += len(part.encode())
+        example = trace_html(sequences, values, token_bytes, trace, share, rank, chosen[0][1], drawn)
+        size += len(example.encode())
         if size > most_bytes and shown:
             break
-        shown.append(part)
+        shown.append(example)
     left_out = len(chosen) - len(shown)
     note = f"<p>{left_out} more would make this page larger than {most_bytes / 1e6:.0f} MB.</p>" if left_out else ""
     total_share = percent(sum(share for _, share in chosen[: len(shown)]))
     inputs = "".join(
-        f'<input type="radio" name="mode" id="by-{key}"{" checked" * (key == "pull")}><label for="by-{key}"'
-        f' title="{escape(meaning)}">{name}</label>'
-        for key, name, meaning in _MODES
+        f'<input type="radio" name="mode" id="by-{mode}" aria-describedby="colour-by"'
+        f'{" checked" * (mode == "gradient")}><label for="by-{mode}">{mode}</label>'
+        for mode, _ in _MODES
     )
     return (
-        f"<section><h2>{len(shown)} traces, good and bad, that pulled hardest</h2>"
-        f"<p>Together {total_share} of all pull, the sum over terms of |d loss / d logprob|, in the last pass over the"
-        " data; of each side and as many groups as there are. Point at a token for its numbers.</p>"
-        '<p><input type="search" id="find" aria-label="search these traces" placeholder="search these traces">'
+        f'<section id="traces"><h2>{_of_part("Traces with the largest gradients", part)}</h2>'
+        f"<p>The {len(shown)} traces below have {total_share} of the gradient: the sum of |d loss / d logprob| over "
+        "the trained tokens, in the last pass over the data. They have advantages of both signs and come from many "
+        "groups. Point at a token for its numbers.</p>"
+        '<p><label for="find">Search these traces</label> <input type="search" id="find">'
         ' <output id="count"></output></p>'
-        f'<div class="modes">{inputs}{_legend()}{"".join(shown)}</div>{note}</section>'
+        f'<div class="modes"><span id="colour-by">Colour tokens by</span> {inputs}{_legend()}{"".join(shown)}</div>'
+        f"{note}</section>"
     )
 
 
 def _legend() -> str:
     scale = "".join(f'<span class="t p{n} a{n} r{n} w{n}"> </span>' for n in range(17) if n != 8)
+    meanings = "".join(f'<span class="scale meaning {mode}">{escape(meaning)}</span>' for mode, meaning in _MODES)
     return (
-        '<p class="legend"><span class="scale pull">pushed down</span><span class="scale ratio">below 1/1.5</span>'
+        f'<p class="legend">{meanings}<span class="scale gradient">lowers the logprob</span>'
+        '<span class="scale ratio">below 1/1.5</span>'
         '<span class="scale weight">below 1/1.5</span><span class="scale advantage">negative</span>'
         f'<span class="ramp">{scale}</span>'
-        '<span class="scale pull">pushed up</span><span class="scale ratio">above 1.5</span>'
+        '<span class="scale gradient">raises the logprob</span><span class="scale ratio">above 1.5</span>'
         '<span class="scale weight">above 1.5</span><span class="scale advantage">positive</span>'
-        '<span class="g">given</span><span class="p">template</span><span class="s">sampled, not trained</span>'
+        '<span class="g">prompt</span><span class="p">template</span><span class="s">sampled, not trained</span>'
         '<span class="t">trained</span><span class="t m">masked</span><span class="t c">clipped</span>'
         "<span><i>F0·9F</i> part of a character</span></p>"
     )
@@ -285,16 +356,22 @@ def bytes_of(tokenizer: Decoder | None, token: int) -> bytes:
         return f"⟨{token}⟩".encode()
 
 
-_PAIRS = {"pull": ("down", "up"), "advantage": ("down", "up"), "ratio": ("less", "more"), "weight": ("less", "more")}
+_PAIRS = {
+    "gradient": ("down", "up"),
+    "advantage": ("down", "up"),
+    "ratio": ("less", "more"),
+    "weight": ("less", "more"),
+}
 
 
 def colours(pairs: Mapping[str, tuple[str, str]]) -> str:
     """Return CSS rules for the classes p0 to w16, one colour scale per mode. Level 8 is neutral."""
     rules = []
     for mode, (below, above) in pairs.items():
+        letter = "p" if mode == "gradient" else mode[0]  # "g" is the class of prompt tokens.
         for level in (n for n in range(17) if n != 8):
             colour = f"color-mix(in srgb,var(--{below if level < 8 else above}) {8 * abs(level - 8)}%,transparent)"
-            rules.append(f"#by-{mode}:checked~* .{mode[0]}{level}{{--c:{colour}}}")
+            rules.append(f"#by-{mode}:checked~* .{letter}{level}{{--c:{colour}}}")
     return "\n".join(rules)
 
 

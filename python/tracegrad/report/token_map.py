@@ -197,10 +197,11 @@ def traces_by_gradient(
         total: denominator of the shares. Default: the sum over the values.
     """
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    pull = np.bincount(owner, np.abs(np.nan_to_num(values.gradient)).astype(np.float64), minlength=sequences.traces)
-    order = np.argsort(-pull, kind="stable")[:most]
-    divisor = total or pull.sum()
-    return [(int(trace), float(pull[trace] / divisor)) for trace in order if pull[trace] > 0]
+    magnitude = np.abs(np.nan_to_num(values.gradient)).astype(np.float64)
+    gradient = np.bincount(owner, magnitude, minlength=sequences.traces)
+    order = np.argsort(-gradient, kind="stable")[:most]
+    divisor = total or gradient.sum()
+    return [(int(trace), float(gradient[trace] / divisor)) for trace in order if gradient[trace] > 0]
 
 
 def select_examples(
@@ -304,7 +305,7 @@ class Writer:
         self.sequences, self.values, self.token_bytes = sequences, values, token_bytes
         self.numbered, self.drawn = numbered, thumbnails or Thumbnails()
         self.left, self.characters_left = _MOST_TERMS * (1 + 3 * numbered), _MOST_HTML * (1 + 9 * numbered)
-        self.pull = float(np.abs(values.gradient[trained]).sum()) or 1.0
+        self.gradient = float(np.abs(values.gradient[trained]).sum()) or 1.0
         self.largest = float(np.abs(values.gradient[trained]).max(initial=0.0)) or 1.0
         self.largest_advantage = float(np.abs(values.advantages[trained]).max(initial=0.0)) or 1.0
 
@@ -334,10 +335,12 @@ class Writer:
             self.left -= len(written)
             if len(written) < len(run):
                 remaining = np.abs(self.values.gradient[run.start + len(written) : span.stop])
-                share = percent(float(np.nansum(remaining)) / self.pull)
+                share = percent(float(np.nansum(remaining)) / self.gradient)
                 count = int(np.isfinite(remaining).sum())
                 out.append(
-                    _note(f"{count:,} more trained tokens of this branch, {share} of the trace's pull, are not shown")
+                    _note(
+                        f"{count:,} more trained tokens of this branch, {share} of the trace's gradient, are not shown"
+                    )
                 )
                 break
         return "".join(out)
@@ -413,31 +416,35 @@ class Writer:
         text = visible(_short(self.token_bytes(int(s.ids[place]))))
         return f'<span class="{" ".join(classes)}"{at} data-n="{escape("  ·  ".join(facts))}">{text}</span>'
 
+    def _origin(self, place: int) -> str:
+        level = int(self.sequences.tier[place])
+        name = f", level {TIERS[level]}" if level < len(TIERS) else ""
+        return f"sampled{name}, turn {int(self.sequences.turn[place])}"
+
     def _recorded(self, place: int) -> list[str]:
         """Return facts about a sampled token from its record."""
-        s, tier = self.sequences, int(self.sequences.tier[place])
-        fate = "a term" if s.trainable[place] else "not trained"
-        facts = [f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}", fate]
+        s = self.sequences
+        facts = [self._origin(place), "trained token" if s.trainable[place] else "not trained"]
         logprob, version = float(s.rollout_logprobs[place]), int(s.version[place])
         facts.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
         return facts + ([f"version {version}"] if version >= 0 else [])
 
     def _facts(self, place: int) -> list[str]:
         v, s = self.values, self.sequences
-        tier, gradient = int(s.tier[place]), float(v.gradient[place])
+        gradient = float(v.gradient[place])
         kept, clipped = bool(v.keep[place]), bool(v.clipped[place])
         fate = "clipped" if kept and clipped else "kept" if kept else "masked"
         more = [("old/rollout", v.old), ("entropy", v.entropy)]
         return [
-            f"sampled {TIERS[tier] if tier < len(TIERS) else ''}, turn {int(s.turn[place])}",
+            self._origin(place),
             f"ratio {number(float(v.ratio[place]))}",
             f"weight {number(float(v.weight[place]))}",
             v.words[int(v.why[place])] if v.words else fate,
-            f"A {float(v.advantages[place]):+.3g}",
+            f"advantage {float(v.advantages[place]):+.3g}",
             f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
             *(f"{name} {number(float(column[place]))}" for name, column in more if np.isfinite(column[place])),
-            f"{percent(abs(gradient) / self.pull)} of the trace's pull",
-            *(["pushed up" if gradient < 0 else "pushed down"] * (self.numbered and gradient != 0)),
+            f"{percent(abs(gradient) / self.gradient)} of the trace's gradient",
+            *(["raises the logprob" if gradient < 0 else "lowers the logprob"] * (self.numbered and gradient != 0)),
         ]
 
 

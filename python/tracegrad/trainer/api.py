@@ -223,8 +223,8 @@ def train_aligned(
                 rows=result.rows,
                 data=account.lines(),
             )
-            about = _describe_run(
-                chosen, objective, model, account.source, str(out) if out.address else str(out.path.resolve())
+            about = describe_run(
+                chosen, objective, str(out) if out.address else out.path.resolve(), model=model, traces=account.source
             )
             links = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
             write_report(
@@ -262,8 +262,8 @@ def _select_shown(data: Sequences | PreparedDataset, terms: list[TokenRecord]) -
 
 def _count_all(account: IngestSummary) -> TraceCounts:
     """Return the counts of all traces for the report."""
-    names = ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact")
-    return TraceCounts(**{name: getattr(account, name) for name in names})
+    counts = {name: getattr(account, name) for name in ("traces", "groups", "tokens", "terms", "recorded", "exact")}
+    return TraceCounts(levels=account.tiers, mismatches=account.drift, **counts)
 
 
 def _config(
@@ -286,18 +286,17 @@ def _config(
     return recipe_value.resolve(None, overrides, start=start)[0]
 
 
-def _describe_run(
-    chosen: Config, objective: Objective, model: str | Path, source: str, out: str
+def describe_run(
+    chosen: Config, objective: Objective, out: str | Path, **inputs: str | Path
 ) -> list[tuple[str, object]]:
-    """Describe the run for the report: loss, options that differ from the defaults, versions and paths."""
+    """Describe a run for its report: loss, options other than the defaults, inputs, run directory, versions."""
     default, values = as_dict(Config()), as_dict(chosen)
     options = [(name, value) for name, value in values.items() if value != default.get(name)]
     return [
         ("loss", str(objective).replace("\n", "; ")),
         *((name, redact(value)) for name, value in options),
-        ("traces", source),
-        ("model", str(model)),
-        ("folder", out),
+        *((name, str(value)) for name, value in inputs.items()),
+        ("run directory", str(out)),
         ("tracegrad", __version__),
         *((name, version(name)) for name in ("torch", "transformers")),
         ("Python", platform.python_version()),

@@ -32,7 +32,7 @@ from tracegrad.trainer.checkpoint import Progress
 from tracegrad.trainer.dataset import Dataset
 from tracegrad.trainer.distributed import Ranks
 from tracegrad.trainer.lora import has_adapters
-from tracegrad.trainer.off_policy_eval import MIN_ESS, OffPolicyEstimate, difference, estimate, good_and_bad
+from tracegrad.trainer.off_policy_eval import OffPolicyEstimate, difference, estimate, good_and_bad
 from tracegrad.trainer.result import TokenRecord, TrainResult
 from tracegrad.trainer.setup import Optimizers, check_images_on_ranks, check_media, check_vocabulary, row_padding
 from tracegrad.trainer.signals import Interrupt
@@ -226,10 +226,10 @@ class _Loop:
         if self.feed.shares_prefixes and taken < self.plan.total:
             notes.append(f"{self.epochs.packed(taken).step.sharing}.")
         held_out = int(self.feed.held_out.sum())
-        if config.data.holdout and held_out < MIN_ESS:
+        if config.data.holdout and held_out < metrics.MIN_ESS:
             notes.append(
                 f"{held_out} traces are held out, but the off-policy estimate needs an effective sample size of "
-                f"{MIN_ESS:g}: raise data.holdout."
+                f"{metrics.MIN_ESS:g}: raise data.holdout."
             )
         return notes
 

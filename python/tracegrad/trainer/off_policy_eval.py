@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.metrics import MIN_ESS, MIN_ESS_FRACTION
+
 SUM_LIMIT = 20.0
 """Limit of a trace's summed log-ratio in nats. It is clamped to +- this before exp, and the trace is counted."""
 NORMAL_95 = 1.959964
 """Half width of a 95 % interval of a normal distribution, in standard errors."""
-MIN_ESS = 10.0
-"""Minimum effective sample size in traces. With fewer, the estimate is unreliable, and so is its interval."""
-MIN_ESS_FRACTION = 0.3
-"""Minimum effective share of the held-out traces. Below it, traces that the policy now prefers were hardly recorded."""
 _PSEUDO_TRACES = 4
 """Number of pseudo-traces in the interval, half of them at each end of the range of rewards."""
 _STUDENT_95 = (
@@ -105,7 +103,6 @@ def estimate(
         group: [R] group numbers.
 
     Source: Owen 2013, "Monte Carlo theory, methods and examples", 9.2 (ratio estimate and its delta-method variance);
-    Agresti and Coull 1998, The American Statistician 52 (two successes and two failures added).
     Agresti and Coull 1998, The American Statistician 52 (two successes and two failures added).
 
     >>> same = np.log(np.full(4, 0.5, np.float32))
