@@ -181,7 +181,11 @@ def evaluation_outcome(rows: Rows) -> Outcome:
         Bar(f"after step {step:,.0f}" if step else "before training", *ends, _numbers(Estimate(*ends)) + _tasks(tasks))
         for step, ends, tasks in (measured[0], measured[-1])
     ]
-    return _compared(_EVALUATION, "mean reward of the evaluation tasks", before, after, measured[-1][0], tuple(bars))
+    values = (
+        f"The mean reward of the evaluation tasks is {_short(after.value)} after step {measured[-1][0]:,.0f}, and "
+        f"{_short(before.value)} at the first evaluation."
+    )
+    return _compared(_EVALUATION, values, before, after, tuple(bars))
 
 
 def online_reward_outcome(rows: Rows) -> Outcome:
@@ -204,16 +208,19 @@ def online_reward_outcome(rows: Rows) -> Outcome:
         Bar(f"steps {window[0][0]:,.0f} to {window[-1][0]:,.0f}", *estimate, _numbers(estimate))
         for window, estimate in zip(windows, (before, after), strict=True)
     )
-    return _compared(_REWARD, f"mean reward of {WINDOW} steps", before, after, rewards[-1][0], bars)
+    values = (
+        f"The mean reward is {_short(after.value)} in the last {WINDOW} steps, and {_short(before.value)} in the first "
+        f"{WINDOW}."
+    )
+    return _compared(_REWARD, values, before, after, bars)
 
 
 def _compared(
-    measurement: tuple[str, str], quantity: str, before: Estimate, after: Estimate, step: float, bars: tuple[Bar, ...]
+    measurement: tuple[str, str], values: str, before: Estimate, after: Estimate, bars: tuple[Bar, ...]
 ) -> Outcome:
     change = difference_interval(before, after)
     sentences = (
-        f"The {quantity} is {_short(after.value)} after step {step:,.0f}, and {_short(before.value)} at the start. "
-        f"The difference is {_signed(change.value)}, with a 95 % interval of {_signed(change.low)} to "
+        f"{values} The difference is {_signed(change.value)}, with a 95 % interval of {_signed(change.low)} to "
         f"{_signed(change.high)}."
     )
     return Outcome(*measurement, *_verdict(change, sentences), bars)
