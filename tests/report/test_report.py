@@ -393,11 +393,16 @@ def test_an_online_run_is_judged_by_its_evaluation_and_then_by_its_rewards(tmp_p
     assert "Alignment in step 20" in found.text
     evaluations = [
         {"step": step, "eval_reward": mean, "eval_low": mean - 0.1, "eval_high": mean + 0.1, "eval_tasks": 50}
-        for step, mean in ((0, 0.5), (20, 0.45))
+        for step, mean in ((0, 0.0), (20, 0.05))
     ]
     found = of_rows(tmp_path, [evaluations[0], *steps, evaluations[1]])
     assert 'class="verdict unclear"' in found.raw
+    assert "0.05 after step 20, and 0 before training. The difference is +0.05" in opening(found)
+    assert "-0.0914 to +0.191. The interval contains zero." in opening(found)  # 0.05 -+ 0.1 * 2 ** 0.5
     assert opening(found).index("Evaluation") < opening(found).index("Reward of the rollouts")
+    assert "no second evaluation" in opening(of_rows(tmp_path, [evaluations[0], *steps]))
+    no_interval = {**evaluations[1], "eval_low": None, "eval_high": None}
+    assert "an evaluation has one reward" in opening(of_rows(tmp_path, [evaluations[0], *steps, no_interval]))
     assert "20 are needed" in opening(of_rows(tmp_path, steps[:19]))
     filtered = [{**each, "groups_zero_std": 1} for each in steps]
     assert "leave out groups with equal rewards" in opening(of_rows(tmp_path, filtered))

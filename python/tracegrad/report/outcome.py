@@ -61,12 +61,12 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """The verdict in words."""
+        """Return the verdict in words."""
         return HEADLINES[self.verdict] + (f", {self.evidence}" if self.verdict != "unclear" else "")
 
     @property
     def is_unknown(self) -> bool:
-        """Whether there is no measurement, so that the sentences say why."""
+        """Return whether there is no measurement, so that the sentences give the reason."""
         return not self.bars
 
 
@@ -163,29 +163,25 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
 
 def evaluation_outcome(rows: Rows) -> Outcome:
     """Compare the first and the last evaluation of an online run."""
-    measured = []
-    for index, row in enumerate(rows):
-        ends = [as_number(row.get(f"eval_{end}")) for end in ("reward", "low", "high")]
-        if ends[0] is not None:
-            measured.append((step_of(row, index), ends, as_number(row.get("eval_tasks"))))
-    if len(measured) < 2:
-        return Outcome(
-            *_EVALUATION, "unclear", "The change is unknown, because there are no two evaluations to compare."
-        )
-    if any(None in ends for _, ends, _ in (measured[0], measured[-1])):
-        return Outcome(
-            *_EVALUATION, "unclear", "The change is unknown, because an evaluation has fewer than two rewards."
-        )
-    before, after = (Estimate(*ends) for _, ends, _ in (measured[0], measured[-1]))
-    bars = [
-        Bar(f"after step {step:,.0f}" if step else "before training", *ends, _numbers(Estimate(*ends)) + _tasks(tasks))
-        for step, ends, tasks in (measured[0], measured[-1])
+    measured = [
+        (step_of(row, index), row) for index, row in enumerate(rows) if as_number(row.get("eval_reward")) is not None
     ]
-    values = (
-        f"The mean reward of the evaluation tasks is {_short(after.value)} after step {measured[-1][0]:,.0f}, and "
-        f"{_short(before.value)} at the first evaluation."
+    if len(measured) < 2:
+        return Outcome(*_EVALUATION, "unclear", "The change is unknown, because there is no second evaluation.")
+    (first_step, first_row), (last_step, last_row) = measured[0], measured[-1]
+    before, after = _evaluation(first_row), _evaluation(last_row)
+    if before is None or after is None:
+        return Outcome(*_EVALUATION, "unclear", "The change is unknown, because an evaluation has one reward.")
+    at_first = "before training" if first_step == 0 else f"after step {first_step:,.0f}"
+    bars = (
+        Bar(at_first, *before, _numbers(before) + _tasks(first_row)),
+        Bar(f"after step {last_step:,.0f}", *after, _numbers(after) + _tasks(last_row)),
     )
-    return _compared(_EVALUATION, values, before, after, tuple(bars))
+    values = (
+        f"The mean reward of the evaluation tasks is {_short(after.value)} after step {last_step:,.0f}, and "
+        f"{_short(before.value)} {at_first}."
+    )
+    return _compared(_EVALUATION, values, before, after, bars)
 
 
 def online_reward_outcome(rows: Rows) -> Outcome:
@@ -248,6 +244,12 @@ def _estimate(row: Mapping[str, Any]) -> Estimate | None:
     return None if estimate is None else Estimate(*estimate)
 
 
+def _evaluation(row: Mapping[str, Any]) -> Estimate | None:
+    """Return the mean reward of an evaluation; None if it has no interval."""
+    value, low, high = (as_number(row.get(f"eval_{end}")) for end in ("reward", "low", "high"))
+    return None if value is None or low is None or high is None else Estimate(value, low, high)
+
+
 def _missing_reason(groups: int) -> str:
     """Return why rows have no off-policy estimate."""
     if groups < 2:
@@ -277,7 +279,8 @@ def _percents(rate: Estimate) -> str:
     return f"{value} % [{low}, {high}]"
 
 
-def _tasks(count: float | None) -> str:
+def _tasks(row: Mapping[str, Any]) -> str:
+    count = as_number(row.get("eval_tasks"))
     return "" if count is None else f", {count:,.0f} tasks"
 
 
