@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,16 @@ LONGEST += ("every_objective", "gpu_call", "flex_attention", "scaling", "run", "
 the other with one of them. It needs --no-loadscope-reorder."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks select tests
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    cases = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("first_cases"):
+            cases[item.path, item.originalname] += 1
+            if cases[item.path, item.originalname] > mark.args[0]:
+                item.add_marker("nightly")
 
 
 def pytest_addoption(parser):

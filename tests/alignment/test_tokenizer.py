@@ -45,6 +45,7 @@ def _offset_bytes(text: str, encoding: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["small", "qwen", "deepseek", "example"])
+@pytest.mark.first_cases(2)
 def test_ids_are_those_of_transformers_for_adversarial_strings(
     name: str, request: pytest.FixtureRequest, pytestconfig: pytest.Config
 ) -> None:

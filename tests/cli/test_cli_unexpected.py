@@ -158,6 +158,7 @@ def ended(words, out, err=subprocess.PIPE, unbuffered="", cwd=None):
 @pytest.mark.parametrize(
     "words", [["--version"], ["--help"], ["doctor", "--help"], ["doctor", "DATA"], ["doctor", "DATA", "--json"]]
 )
+@pytest.mark.first_cases(2)
 def test_a_full_disk_on_standard_output_is_one_line(words, unbuffered, example):
     data = [str(example / "traces.jsonl.zst"), "--model", str(example / "model")]
     words = [word for each in words for word in (data if each == "DATA" else [each])]

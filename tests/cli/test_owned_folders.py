@@ -133,6 +133,7 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("verb", [train_api, train, train_python, record, online, replay])
+@pytest.mark.first_cases(2)
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
     """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (

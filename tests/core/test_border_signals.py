@@ -138,6 +138,7 @@ SLOW = ("correct by trace", "encode", "render", "pack", *WHOLE)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in SLOW else n for n in ROADS])
+@pytest.mark.first_cases(2)
 def test_an_interrupt_is_answered_soon(tmp_path, name):
     path = tmp_path / "runs.jsonl.gz"
     if name == "one endless line":

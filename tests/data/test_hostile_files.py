@@ -432,6 +432,7 @@ SLOW = ("union", "text views")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly) if name in SLOW else name for name in MULTIPLIED]
 )
+@pytest.mark.first_cases(2)
 def test_columns_whose_values_multiply_are_refused_before_they_are_written_out(tmp_path, name):
     if name in ("runs", "list views", "text views") and not hasattr(pa, "ListViewArray"):
         pytest.skip("this pyarrow has no such type")

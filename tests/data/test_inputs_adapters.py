@@ -178,6 +178,7 @@ def spoiled(record):
 @pytest.mark.parametrize(
     "name", dict.fromkeys(name for each in registry.ADAPTERS for name in (each.name, each.messages_name) if name)
 )
+@pytest.mark.first_cases(2)
 def test_a_value_of_another_type_is_at_most_a_bad_record(name, tmp_path):
     for example in EXAMPLES[name]:
         found = registry.convert_first_match(example)

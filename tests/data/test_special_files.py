@@ -73,6 +73,7 @@ def test_a_cache_of_scores_and_a_file_of_functions_are_files(kind, tmp_path):
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "tokenizer.json", "preprocessor_config.json"]
 )
+@pytest.mark.first_cases(2)
 def test_a_model_whose_files_are_none_is_not_waited_for(kind, name, example, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(example / "model", model)

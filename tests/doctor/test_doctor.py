@@ -194,6 +194,7 @@ def test_raw_logprobs_at_another_temperature_are_found_and_processed_ones_are_ri
         ("tool_choice", "required", "auto"),
     ],
 )
+@pytest.mark.first_cases(4)
 def test_what_reshapes_the_distribution_is_found_of_either_kind_and_what_is_off_is_not(
     tmp_path, kind, name, value, off
 ):

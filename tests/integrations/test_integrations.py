@@ -265,6 +265,7 @@ CUTS = [*(pytest.param(parts, marks=pytest.mark.nightly) for parts in (1, 2)), 4
 
 @pytest.mark.parametrize("accumulate", CUTS)
 @pytest.mark.parametrize("name", list(SPLIT))
+@pytest.mark.first_cases(2)
 def test_a_step_in_trl_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tokenizer, tmp_path):
     args = config(tmp_path, branched.data.traces, accumulate)
     trainer = ours(branched, tokenizer, args, objective=SPLIT[name])
@@ -330,6 +331,7 @@ PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0
 
 @pytest.mark.parametrize("accumulate", CUTS)
 @pytest.mark.parametrize("name", list(PLAIN))
+@pytest.mark.first_cases(2)
 def test_a_step_of_a_plain_trainer_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tmp_path):
     loss = TraceLoss(branched.data, branched.advantages, PLAIN[name])
     args = config(tmp_path, branched.data.traces, accumulate, TrainingArguments)

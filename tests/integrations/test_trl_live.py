@@ -101,6 +101,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", list(SAME))
+@pytest.mark.first_cases(2)
 def test_two_updates_on_what_it_generates_are_those_of_trls_own_loss(case, start, tmp_path):
     objective, options = SAME[case]
     live = {"num_iterations": 2, "max_steps": 2, "learning_rate": 1.0}
@@ -169,6 +170,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("name", list(WHOLE))
+@pytest.mark.first_cases(2)
 def test_any_objective_takes_its_own_gradient_on_trls_tensors(name, accumulate, start, tmp_path):
     args, objective = config(tmp_path, accumulate), WHOLE[name]
     trainer = trained(Live, start, args, objective=objective, rollout_func=rollouts(start.tokenizer))

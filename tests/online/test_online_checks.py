@@ -47,6 +47,7 @@ def fault(server, out, **told):
         ({"top_k": 5, "top_p": 0.9}, "only the likeliest tokens"),
     ],
 )
+@pytest.mark.first_cases(2)
 def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
     said = fault(PolicyServer(sampling=sampling), tmp_path)
     assert said.startswith("TG-ONLINE-020: step 1:")
@@ -62,6 +63,7 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
         ("tokenizer", 0, "another tokenizer than the policy"),
     ],
 )
+@pytest.mark.first_cases(2)
 def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
     monkeypatch.setattr(probe_requests, "TOKENS", 256 if mistake == "cached" else 64)
     said = fault(PolicyServer(mistake), tmp_path)

@@ -140,6 +140,7 @@ def test_a_stopped_run_into_a_bucket_goes_on_and_does_only_what_is_missing(s3, e
         ),
     ],
 )
+@pytest.mark.first_cases(2)
 def test_a_folder_that_was_changed_in_its_bucket_is_refused(s3, example, tmp_path, change, message, request):
     at = f"data/five/{request.node.callspec.indices['change']}"
     make(example, f"s3://{at}")

@@ -31,6 +31,7 @@ def test_other():
     [(2, True, 0, 2), (2, False, 1, 0), (4, True, 1, 0)],
     ids=["they race", "they fail", "too many"],
 )
+@pytest.mark.first_cases(2)
 def test_what_fails_is_run_once_more_and_named(tmp_path, tests, passes, code, said):
     (tmp_path / "test_races.py").write_text(RACES.format(tests=tests, passes=passes))
     done = subprocess.run(

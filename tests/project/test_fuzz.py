@@ -50,6 +50,7 @@ def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tm
 
 
 @pytest.mark.parametrize("target", ["prepared", "images", "bodies", "addresses", "scores"])
+@pytest.mark.first_cases(2)
 def test_two_seconds_of_a_fuzzer_find_nothing(target: str, tmp_path: Path) -> None:
     needed = {"images": "PIL", "bodies": "aiohttp", "addresses": "starlette"}
     pytest.importorskip(needed.get(target, "json"))
@@ -71,6 +72,7 @@ def test_an_hour_of_each_fuzzer_is_nightly(fuzz: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("target", ["records", "events", "templates", "tokenizers"])
+@pytest.mark.first_cases(2)
 def test_every_fuzzer_begins_with_files_that_are_right(target: str, fuzz: ModuleType, tmp_path: Path) -> None:
     fuzz.seeds(target, tmp_path / "seeds", [])
     assert len(list((tmp_path / "seeds").iterdir())) > 9

@@ -176,6 +176,7 @@ def test_an_odd_score_in_a_cache_is_none_and_the_others_stay(tmp_path, functions
 
 
 @pytest.mark.parametrize("value", ["true", '"5"', "NaN", "1e999", "[0.5]", "10" + "0" * 400, "9" * 5000, '"\\ud800"'])
+@pytest.mark.first_cases(2)
 def test_an_odd_reward_of_functions_in_a_cache_is_none(tmp_path, functions, value):
     traces = tg.Traces.from_records([trace(number) for number in range(6)])
     first = tg.rewards(traces, _right(tmp_path), cache=tmp_path / "c")

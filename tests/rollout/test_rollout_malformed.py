@@ -106,6 +106,7 @@ def errors(stream):
 
 
 @pytest.mark.parametrize("path", list(ENDPOINTS))
+@pytest.mark.first_cases(2)
 def test_a_malformed_chunk_is_an_error_event_and_what_came_before_it_is_recorded(example, path, tmp_path, capfd):
     cases = MALFORMED[path]
 

@@ -121,6 +121,7 @@ def uses(folder, file):
 
 
 @pytest.mark.parametrize("file", KEYS)
+@pytest.mark.first_cases(2)
 def test_a_value_of_each_key_is_an_error_of_ours_or_works(file, folder):
     names = list(VALUES)
     check(file, folder, {key: {names[at * 7 % len(names)]} for at, key in enumerate(KEYS[file])})
@@ -185,6 +186,7 @@ MORE = ['"x"', "true", "1e308", str(10**400), "9" * 5000]
 
 @pytest.mark.parametrize("value", ["[1]", "null", *(pytest.param(each, marks=pytest.mark.nightly) for each in MORE)])
 @pytest.mark.parametrize("verb", ["doctor", "train"])
+@pytest.mark.first_cases(2)
 def test_a_command_over_such_a_folder_ends_in_one_line(verb, value, folder, example, tmp_path, capsys):
     spoilt(folder, "config.json", "hidden_size", value)
     traces = str(example / "traces.jsonl.zst")

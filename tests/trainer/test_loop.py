@@ -172,6 +172,7 @@ def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):
         "before a mixed reference is measured",
     ],
 )
+@pytest.mark.first_cases(2)
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(traces, tmp_path, stop, changes, objective):
     whole, parameters = run(traces, tmp_path / "whole", objective=objective, **changes)
     cut, _ = run(traces, tmp_path / "cut", objective=objective, sinks=[SignalAfter(stop)], **changes)

@@ -65,6 +65,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.first_cases(2)
 def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(traces, tmp_path, name):
     objective, changes = OWN[name]
     proximal = objective.requirements.proximal

@@ -45,6 +45,7 @@ def address(name):
 
 
 @pytest.mark.parametrize("name", [*NAMES, b"a\xff", b"\xed\xa0\x80?"])
+@pytest.mark.first_cases(2)
 def test_names_of_traces_indexes_and_exports_may_hold_what_sqlite_and_utf8_do_not(name, tmp_path):
     name = address(name)
     traces = written(tmp_path / f"{name}.jsonl", [record(n) for n in range(8)])
@@ -76,6 +77,7 @@ def client(session):
 
 
 @pytest.mark.parametrize("odd", ODD)
+@pytest.mark.first_cases(2)
 def test_odd_numbers_are_refused_or_taken_for_none_and_never_an_error_of_the_server(odd, client):
     for path in ("trace/{}", "message/{}", "group/{}", "message/{}?message=0", "export?n={}"):
         assert 400 <= client.get(f"/secret/{path.format(odd)}").status_code < 500, path
@@ -145,6 +147,7 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("query", EXPRESSIONS, ids=lambda query: ascii(query)[:20])
+@pytest.mark.first_cases(2)
 def test_odd_searches_are_answered(query, session):
     import asyncio
 
