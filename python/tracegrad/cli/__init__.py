@@ -5,6 +5,7 @@ wrong; 2 for wrong usage; 128 + N for signal N. With --json an error is also one
 torch is imported only by verbs that need it.
 """
 
+import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_valu
 from tracegrad.errors import CODE, TracegradError
 from tracegrad.storage import cache
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main", "parse"]
 
 RESUMABLE = ("train", "prepare", "online", "record")
 """Verbs with --resume."""
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _guarded(arguments: list[str]) -> int:
     """Run a command, and convert any exception to one line of output and an exit code."""
     try:
-        options, overrides = _parse(arguments)
+        options, overrides = parse(arguments)
         with contextlib.ExitStack() as stack:
             if options.json:
                 stack.enter_context(args.reserve_stdout())
@@ -96,7 +97,8 @@ def _output_failed(error: OSError) -> int:
     return 1
 
 
-def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
+def build_parser() -> Parser:
+    """Return the parser of all commands."""
     parser = Parser(
         prog="tracegrad",
         description="Train language models with GRPO on recorded LLM trajectories, or online with vLLM.",
@@ -107,9 +109,18 @@ def _parse(arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (init, score, train, merge, prepare, doctor, view, online, record):
         module.add_to(commands)
-    options, remaining = parser.parse_known_args(join_dotted_values(arguments))
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[tuple[str, Any]]]:
+    """Return the parsed flags of a command, and its `--section.option VALUE` as (name, value) pairs.
+
+    Raises:
+        args.UsageError: for an unknown command or flag, or a value that is not one of its choices.
+        ArgumentError: for an option that the command does not have.
+    """
+    options, remaining = build_parser().parse_known_args(join_dotted_values(list(arguments)))
+    overrides = dotted(remaining, options.parser)
+    options.parser.check_options(name for name, _ in overrides)
     short_flags = [(name, getattr(options, flag, None)) for flag, name in SHORT.items()]
-    return options, [
-        *((name, value) for name, value in short_flags if value is not None),
-        *dotted(remaining, options.parser),
-    ]
+    return options, [*((name, value) for name, value in short_flags if value is not None), *overrides]

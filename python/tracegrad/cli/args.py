@@ -215,19 +215,47 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors suggest the nearest flag.
 
     Args:
-        dotted_names: returns the options that a verb accepts as `--section.option VALUE`, such as `optimizer.lr`.
+        dotted_names: returns the options that a verb accepts as `--section.option VALUE`, such as `optimizer.lr`. A
+            name that ends in `*` stands for all options that begin so.
+        reason_no_effect: why other options have no effect on the verb, and what to do. None if the verb checks the
+            names itself.
     """
 
     dotted_names: Callable[[], Iterable[str]] = tuple
+    reason_no_effect: str | None = None
 
     def error(self, message: str) -> NoReturn:
-        match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if match and "COMMAND" in message:
-            names = re.findall(r"[a-z]+", match[2])
-            message = f"{match[1]} is not a command. {config.nearest(match[1], names)}"
         message = escape_terminal(message)[:_MOST_MESSAGE]
         self._print_message(f"tracegrad: error: {message}\nSee {self.prog} --help.\n", sys.stderr)
         raise UsageError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not one of the choices of a flag, or an unknown command, and suggest the nearest."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"{value} is not a command. {config.nearest(value, names)}")
+        flag, hint = "/".join(action.option_strings) or action.dest, config.did_you_mean(value, names)
+        self.error(f"{flag} is {value!r}. It must be one of {', '.join(names)}.{hint}")
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Refuse `--section.option` that the verb does not have.
+
+        Raises:
+            ArgumentError: for an option of other verbs, or of none.
+        """
+        if self.reason_no_effect is None:
+            return
+        own = list(self.dotted_names())
+        verb_name = self.prog.rpartition(" ")[2]
+        for name in names:
+            if name in own or any(name.startswith(option[:-1]) for option in own if option.endswith("*")):
+                continue
+            if name in known_options():
+                raise ArgumentError(f"TG-CLI-006: {name} has no effect on {verb_name}, {self.reason_no_effect}")
+            hint = config.nearest(name, own) if own else f"{verb_name} has no such options. Remove it."
+            raise ArgumentError(f"TG-CLI-010: {name} is not an option of {verb_name}. {hint}")
 
     def nearest_flag(self, word: str) -> str | None:
         """Return the flag of this verb that a mistyped flag, or another library's name for it, probably means."""
@@ -253,6 +281,14 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+def known_options() -> list[str]:
+    """Return the options of all verbs, by dotted name."""
+    from tracegrad.online.options import OnlineConfig, RolloutConfig
+
+    sections: dict[str, Any] = {"online": OnlineConfig(), "rollout": RolloutConfig()}
+    return [*config.options(), *(f"{section}.{name}" for section, values in sections.items() for name in vars(values))]
+
+
 def verb(
     commands: Any,
     name: str,
@@ -262,6 +298,7 @@ def verb(
     examples: Sequence[str],
     more: str = "",
     dotted_names: Callable[[], Iterable[str]] = tuple,
+    reason_no_effect: str | None = "which does not train. Use it with tracegrad train.",
 ) -> Parser:
     """Add the parser of a verb.
 
@@ -270,7 +307,7 @@ def verb(
         run: the function to call.
         examples: commands for the verb's own help.
         more: additional sentences in the verb's own help.
-        dotted_names: as for `Parser`.
+        dotted_names, reason_no_effect: as for `Parser`.
     """
     description = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
     parser: Parser = commands.add_parser(
@@ -281,7 +318,7 @@ def verb(
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.dotted_names = dotted_names
+    parser.dotted_names, parser.reason_no_effect = dotted_names, reason_no_effect
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--no-cache", action="store_true", help="do not read or write the tokenizer cache")
     return parser

@@ -18,7 +18,6 @@ from tracegrad.cli.args import (
 )
 from tracegrad.data import ProgressBar
 from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
-from tracegrad.errors import ArgumentError
 
 
 def add_to(commands: Any) -> None:
@@ -70,10 +69,6 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     options.model = folder_of(options.model)
-    if unused := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(
-            f"TG-CLI-006: {unused[0]} has no effect on doctor, which does not train. Use it with tracegrad train."
-        )
     diagnosis = doctor.diagnose(
         options.traces,
         options.model,

@@ -34,10 +34,6 @@ def add_to(commands: Any) -> None:
 
 
 def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if overrides:
-        raise ArgumentError(
-            f"TG-CLI-010: {overrides[0][0]} has no effect on merge, which does not train. Use it with tracegrad train."
-        )
     try:
         from tracegrad.trainer import merge_adapters
     except ImportError as error:

@@ -44,6 +44,7 @@ def add_to(commands: Any) -> None:
         more=f"Flags override run.toml. {WARNING}",
         examples=("run.toml --dry-run", "run.toml --server http://localhost:8000 --online.steps 12"),
         dotted_names=option_names,
+        reason_no_effect=None,
     )
     parser.add_argument(
         "run_file", type=Path, metavar="run.toml", help="model, tasks, rewards, options: docs/how-to/online.md"
@@ -89,6 +90,8 @@ def _replay_command(commands: Any) -> None:
             "runs/online --model models/Qwen3-0.6B --out runs/again",
             "runs/online --model models/Qwen3-0.6B --out runs/again --objective mine.py:LOSS --json",
         ),
+        dotted_names=lambda: ["objective", "objective.*"],
+        reason_no_effect="which uses the options of the recorded run. Remove it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the online run")
     parser.add_argument(
@@ -107,10 +110,6 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     from tracegrad import online
     from tracegrad.objective import override_all, presets
 
-    if unused := [name for name, _ in overrides if not name.startswith("objective")]:
-        raise ArgumentError(
-            f"TG-CLI-012: {unused[0]} has no effect on replay, which uses the options of the recorded run. Remove it."
-        )
     objective_config = config.load(overrides=overrides).objective
     objective = (
         override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None

@@ -100,10 +100,6 @@ def add_to(commands: Any) -> None:
 def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import rewards
 
-    if unused := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
-        raise ArgumentError(
-            f"TG-CLI-029: {unused[0]} has no effect on score, which does not train. Use it with tracegrad train."
-        )
     if bool(options.reward) == bool(options.judge):
         raise ArgumentError("TG-CLI-030: give either --reward file.py:name or --judge URL, and not both.")
     source = options.traces

@@ -57,10 +57,6 @@ def add_to(commands: Any) -> None:
 
 
 def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if unused := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(
-            f"TG-CLI-053: {unused[0]} has no effect on view, which does not train. Use it with tracegrad train."
-        )
     if options.export is None and (options.where or options.search or options.sort):
         raise ArgumentError(
             "TG-CLI-054: --where, --search and --sort select traces for --export. Add --export FILE, or remove them."
