@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import args, doctor, init, merge, online, prepare, record, score, train, unexpected, view
+from tracegrad.cli import args, doctor, extras, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
 from tracegrad.errors import CODE, TracegradError
 from tracegrad.storage import cache
@@ -48,6 +48,7 @@ def _guarded(arguments: list[str]) -> int:
                 stack.enter_context(args.reserve_stdout())
             if options.no_cache:
                 stack.enter_context(cache.cache_disabled())
+            extras.check(options, dict(overrides))
             return options.run(options, overrides, arguments)
     except TracegradError as error:
         return _failed(as_flags(str(error)), arguments)

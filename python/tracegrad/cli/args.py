@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 from tracegrad import config, recipes
 from tracegrad.data.codes import SERVERS
 from tracegrad.errors import ArgumentError, escape_terminal, redact
+from tracegrad.online.options import OnlineConfig, RolloutConfig
 from tracegrad.storage.remote import require_local_path
 from tracegrad.trainer.api import is_first_rank
 
@@ -283,8 +284,6 @@ class Parser(argparse.ArgumentParser):
 
 def known_options() -> list[str]:
     """Return the options of all verbs, by dotted name."""
-    from tracegrad.online.options import OnlineConfig, RolloutConfig
-
     sections: dict[str, Any] = {"online": OnlineConfig(), "rollout": RolloutConfig()}
     return [*config.options(), *(f"{section}.{name}" for section, values in sections.items() for name in vars(values))]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.cli.args import Parser, add_json_flag, place, print_json, print_lines, printer_for, read_key, verb
-from tracegrad.cli.online import WARNING, needs, served
+from tracegrad.cli.online import WARNING, served
 from tracegrad.config.dotted_keys import set_values
 from tracegrad.errors import TracegradError
 from tracegrad.storage import files
@@ -120,7 +120,6 @@ def _common(parser: Parser) -> None:
 
 
 def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("recording")
     from tracegrad import online
     from tracegrad.cli import user_functions
 
@@ -170,7 +169,6 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
 
 
 def _proxy(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("recording")
     return asyncio.run(_serve_proxy(options))
 
 

@@ -162,13 +162,8 @@ def _next_command(out: Path, model: Path | None) -> str:
 
 
 async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any]) -> Any:
-    try:
-        from tracegrad.rollout.client import Servers
-    except ImportError as error:
-        raise ArgumentError(
-            f"TG-CLI-031: --judge needs {error.name}, which is not installed. Run pip install 'tracegrad[online]'."
-        ) from error
     from tracegrad import rewards
+    from tracegrad.rollout.client import Servers
 
     rubric = None
     if options.rubric is not None:

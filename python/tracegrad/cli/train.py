@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tracegrad import config
-from tracegrad.cli import args
+from tracegrad.cli import args, extras
 from tracegrad.cli.args import (
     add_json_flag,
     add_trace_arguments,
@@ -99,8 +99,11 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             "that torchrun starts. Remove --ranks, or add --dry-run."
         )
     run_config, recipe_lines = _config(options, overrides)
+    extras.check(options, config.as_dict(run_config))
     objective = api.objective_of(run_config)
     options.model = folder_of(options.model)
+    if not options.print_config and not options.dry_run:
+        extras.check_images(options.traces, options.model)
     speak, as_json = printer_for(options), options.json
     speak(*(f"# {line}" if options.print_config or options.dry_run else line for line in recipe_lines))
     if (options.print_config or options.dry_run) and not as_json:
