@@ -1,12 +1,14 @@
 """Run the command line. Each verb is a module of this package.
 
-Exit codes: 0 for success; 1 for an error, printed as one line, and for a `doctor` with a finding that makes training
-wrong; 2 for wrong usage; 128 + N for signal N. With --json an error is also one JSON object on standard output.
+`errors.ExitCode` has the exit codes. An error is printed as one line, and with --json also as one JSON object on
+standard output.
 torch is imported only by verbs that need it.
 """
 
 import argparse
 import contextlib
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.cli import args, doctor, extras, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
-from tracegrad.errors import CODE, TracegradError
+from tracegrad.errors import CODE, ExitCode, TracegradError
 from tracegrad.storage import cache
 
 __all__ = ["build_parser", "main", "parse"]
@@ -41,8 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guarded(arguments: list[str]) -> int:
     """Run a command, and convert any exception to one line of output and an exit code."""
+    is_parsed = False
     try:
         options, overrides = parse(arguments)
+        is_parsed = True
         with contextlib.ExitStack() as stack:
             if options.json:
                 stack.enter_context(args.reserve_stdout())
@@ -51,51 +55,82 @@ def _guarded(arguments: list[str]) -> int:
             extras.check(options, dict(overrides))
             return options.run(options, overrides, arguments)
     except TracegradError as error:
-        return _failed(as_flags(str(error)), arguments)
+        return _failed(as_flags(str(error)), arguments, error)
     except KeyboardInterrupt:
         hint = " --resume continues from what is already written in --out." if arguments[0] in RESUMABLE else ""
         unexpected.say(f"\ntracegrad: interrupted.{hint}")
-        return _failed_json("interrupted", arguments, 130)
+        return _failed_json("TG-CLI-029: interrupted.", arguments, ExitCode.INTERRUPTED)
     except args.UsageError as error:
-        _failed_json(error.message, arguments, 2)
+        _failed_json(error.message, arguments, ExitCode.USAGE)
         raise
-    except SystemExit:
-        raise
+    except SystemExit as error:
+        if not is_parsed:  # --help or --version.
+            raise
+        return _failed(f"TG-CLI-055: Python code of yours called sys.exit({error.code!r:.200}).", arguments, error)
     except args.OutputFailed as error:
         return _output_failed(error.why)
     except BrokenPipeError:
         unexpected.flush()
-        return 141
+        return ExitCode.OUTPUT_CLOSED
     except BaseException as error:  # A panic of the Rust core is not an Exception.
         if isinstance(error, OSError) and (failure := unexpected.flush()) is not None:
             return _output_failed(failure)
-        return _failed(unexpected.line(error, arguments), arguments)
+        return _failed(unexpected.line(error, arguments), arguments, error)
 
 
-def _failed(message: str, arguments: Sequence[str]) -> int:
+def _failed(message: str, arguments: Sequence[str], error: BaseException) -> int:
     """Print an error on standard error, and with --json also on standard output. Return the exit code."""
     unexpected.say(f"tracegrad: error: {message}")
-    return _failed_json(message, arguments, 1)
+    return _failed_json(message, arguments, ExitCode.ERROR, error)
 
 
-def _failed_json(message: str, arguments: Sequence[str], code: int) -> int:
+def _failed_json(
+    message: str, arguments: Sequence[str], code: ExitCode, error: BaseException | None = None
+) -> ExitCode:
     """Print an error as one line of JSON if the command has --json, and return the exit code."""
     if "--json" in arguments:
         match = CODE.search(message)
-        error = {"code": match[1] if match else None, "message": message}
+        description = {"code": match[1] if match else None, "message": message, "location": location_of(error, message)}
         try:
-            args.print_json({"error": error, "exit_code": code}, line=True)
+            args.print_json({"error": description, "exit_code": code}, line=True)
         except args.OutputFailed as failure:
             return _output_failed(failure.why)
     return code
 
 
-def _output_failed(error: OSError) -> int:
+_PLACES = ("file", "line", "trace", "turn", "token")
+_FLAG = re.compile(r"(?:argument |unknown flag )?(--[A-Za-z][\w.-]*\w)")
+_OPTION = re.compile(r"([a-z_]+\.[a-z_]+)\b")
+_FILE = re.compile(r"(.{1,4000}?)(?::(\d{1,18}))?: ")
+
+
+def location_of(error: BaseException | None, message: str) -> dict[str, Any] | None:
+    """Return where an error is: file, line, trace, turn and token; or the flag or option at the start of its message.
+
+    >>> location_of(None, "TG-CLI-034: --price is '1'."), location_of(None, "TG-CONFIG-003: optimizer.lr is 'x'.")
+    ({'flag': '--price'}, {'option': 'optimizer.lr'})
+    >>> location_of(None, "interrupted.") is None
+    True
+    """
+    places = {name: value for name in _PLACES if (value := getattr(error, name, None)) is not None}
+    if isinstance(error, TracegradError) and places:
+        return places
+    text = CODE.sub("", message, count=1)
+    if match := _FLAG.match(text):
+        return {"flag": match[1]}
+    if (match := _OPTION.match(text)) and match[1] in args.known_options():
+        return {"option": match[1]}
+    if (match := _FILE.match(text)) and os.path.lexists(match[1]):
+        return {"file": match[1], **({"line": int(match[2])} if match[2] else {})}
+    return None
+
+
+def _output_failed(error: OSError) -> ExitCode:
     args.redirect_to_devnull(sys.stdout)
     if isinstance(error, BrokenPipeError):
-        return 141
+        return ExitCode.OUTPUT_CLOSED
     unexpected.say(f"tracegrad: error: {unexpected.of_output(error)}")
-    return 1
+    return ExitCode.ERROR
 
 
 def build_parser() -> Parser:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from tracegrad import config, recipes
 from tracegrad.data.codes import SERVERS
-from tracegrad.errors import ArgumentError, escape_terminal, redact
+from tracegrad.errors import CODE, ArgumentError, ExitCode, escape_terminal, redact
 from tracegrad.online.options import OnlineConfig, RolloutConfig
 from tracegrad.storage.remote import require_local_path
 from tracegrad.trainer.api import is_first_rank
@@ -198,7 +198,7 @@ class UsageError(SystemExit):
     """A wrong command line, already printed on standard error. The exit code is 2, and `message` has the reason."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(2)
+        super().__init__(int(ExitCode.USAGE))
         self.message = message
 
 
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
     reason_no_effect: str | None = None
 
     def error(self, message: str) -> NoReturn:
-        message = escape_terminal(message)[:_MOST_MESSAGE]
+        message = escape_terminal(message if CODE.search(message) else f"TG-CLI-022: {message}")[:_MOST_MESSAGE]
         self._print_message(f"tracegrad: error: {message}\nSee {self.prog} --help.\n", sys.stderr)
         raise UsageError(message)
 
@@ -236,9 +236,9 @@ class Parser(argparse.ArgumentParser):
             return
         names = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"{value} is not a command. {config.nearest(value, names)}")
+            self.error(f"TG-CLI-015: {value} is not a command. {config.nearest(value, names)}")
         flag, hint = "/".join(action.option_strings) or action.dest, config.did_you_mean(value, names)
-        self.error(f"{flag} is {value!r}. It must be one of {', '.join(names)}.{hint}")
+        self.error(f"TG-CLI-019: {flag} is {value!r}. It must be one of {', '.join(names)}.{hint}")
 
     def check_options(self, names: Iterable[str]) -> None:
         """Refuse `--section.option` that the verb does not have.
@@ -406,7 +406,9 @@ def dotted(rest: list[str], parser: Parser) -> list[tuple[str, str]]:
             parser.error(f"unexpected argument {word}. Write all positional arguments next to each other.")
         if not word.startswith("--") or "." not in name:
             flag = parser.nearest_flag(name)
-            parser.error(f"unknown flag {word.partition('=')[0]}." + (f" Did you mean {flag}?" if flag else ""))
+            parser.error(
+                f"TG-CLI-021: unknown flag {word.partition('=')[0]}." + (f" Did you mean {flag}?" if flag else "")
+            )
         if not equals:
             parser.error(f"{word} has no value. Write {word} VALUE.")
         pairs.append((name, value))
