@@ -580,7 +580,7 @@ def recipe_from_flags(options: argparse.Namespace) -> recipes.Recipe | None:
 def lines(
     options: argparse.Namespace, recipe: recipes.Recipe, overrides: Sequence[str], unused_names: Sequence[str] = ()
 ) -> list[str]:
-    """Return lines about a recipe: its options, translated and differing options, and options that override it.
+    """Return lines about a recipe: its options, translated, differing and ignored options, and overriding options.
 
     Args:
         overrides: options that override the recipe.
@@ -590,6 +590,11 @@ def lines(
     unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in unused_names)
     translated = [f"         {name}: {translation}" for name, translation in recipe.imported_options]
     translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differences]
+    warned = [(name, warning) for name, warning in recipe.ignored_options if warning]
+    other = [name for name, warning in recipe.ignored_options if not warning]
+    warnings = [f"warning  {name} of the config has no effect here: {warning}" for name, warning in warned]
+    warnings += [f"ignored  options of the config without effect here: {', '.join(other)}"] if other else []
     unused_lines = [f"         ignored, because only training from a file uses it: {unused}"] if unused else []
     override_lines = [f"override these options replace the recipe's: {', '.join(overrides)}"] if overrides else []
-    return [f"recipe   {options.recipe or options.from_config}: {applied}", *translated, *unused_lines, *override_lines]
+    source = options.recipe or options.from_config
+    return [f"recipe   {source}: {applied}", *translated, *warnings, *unused_lines, *override_lines]
