@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _guarded(arguments)
     except SystemExit:  # Raised by argparse or by user code.
         if (failure := unexpected.flush()) is not None:
-            raise SystemExit(_output_failed(failure)) from None
+            raise SystemExit(int(_output_failed(failure))) from None
         raise
-    return code if (failure := unexpected.flush()) is None else _output_failed(failure)
+    return int(code if (failure := unexpected.flush()) is None else _output_failed(failure))
 
 
 def _guarded(arguments: list[str]) -> int:

@@ -69,18 +69,19 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     options.model = folder_of(options.model)
-    diagnosis = doctor.diagnose(
-        options.traces,
-        options.model,
-        map=config.load(overrides=overrides).map,
-        progress=ProgressBar(),
-        max_tokens=options.max_tokens,
-        held_out=options.held_out,
-        logprob_kind=options.kind,
-        sampling_defaults=options.defaults,
-        server_profile=options.profile,
-        check_logprobs=options.check_logprobs,
-    )
+    with ProgressBar() as progress:
+        diagnosis = doctor.diagnose(
+            options.traces,
+            options.model,
+            map=config.load(overrides=overrides).map,
+            progress=progress,
+            max_tokens=options.max_tokens,
+            held_out=options.held_out,
+            logprob_kind=options.kind,
+            sampling_defaults=options.defaults,
+            server_profile=options.profile,
+            check_logprobs=options.check_logprobs,
+        )
     if options.json:
         print_json(diagnosis.as_dict())
     else:

@@ -71,19 +71,20 @@ def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
                 f"TG-CLI-020: --{flag.replace('_', '-')} is {getattr(options, flag)}. It must be at least 1."
             )
     run_config = config.load(overrides=overrides)
-    summary = prepare.prepare(
-        options.traces,
-        options.model,
-        run_config.data,
-        options.out,
-        shard_traces=options.shard_traces,
-        resume=options.resume,
-        map=run_config.map,
-        progress=ProgressBar(),
-        workers=options.workers,
-        ray_address=options.ray,
-        part_bytes=options.part_bytes,
-    )
+    with ProgressBar() as progress:
+        summary = prepare.prepare(
+            options.traces,
+            options.model,
+            run_config.data,
+            options.out,
+            shard_traces=options.shard_traces,
+            resume=options.resume,
+            map=run_config.map,
+            progress=progress,
+            workers=options.workers,
+            ray_address=options.ray,
+            part_bytes=options.part_bytes,
+        )
     steps = _next(options, run_config, summary)
     if options.json:
         print_json({**summary.as_dict(), "next": steps})

@@ -15,8 +15,9 @@ from tracegrad.metrics.loggers import (
     finite,
     log_all,
     off_policy_estimate,
-    progress_line,
     read_rows,
+    reported_stages,
+    step_metrics_text,
 )
 from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicySums
 from tracegrad.metrics.training import (
@@ -59,8 +60,9 @@ __all__ = [
     "log_all",
     "moments",
     "off_policy_estimate",
-    "progress_line",
     "read_rows",
+    "reported_stages",
+    "step_metrics_text",
     "table",
     "tools",
 ]

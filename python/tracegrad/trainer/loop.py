@@ -517,10 +517,12 @@ class Epochs:
         """Recompute `known[name]` for the trained tokens of a window of steps; other entries do not change."""
         # With a KL penalty, store the results at the end: a run that stops here charges the previous batch again.
         results: list[tuple[Rows, Floats]] = []
-        with self.run.watch(name):
-            for planned in self._steps(name, window):
+        total = len({(self.plan.epoch_of(index), self.plan.packed_index(index)) for index in window})
+        with self.run.watch(name) as watch:
+            for number, planned in enumerate(self._steps(name, window)):
                 if stops():
                     return False
+                watch.advance(number, max(total, number + 1))
                 logprobs = self.compute_logprobs(planned, of)
                 laid_out = ~np.isnan(logprobs)
                 results.append((planned.terms[laid_out], logprobs[laid_out]))
@@ -616,7 +618,8 @@ class HeldOutEvaluator:
         """Compute [L] each over the held-out tokens: policy logprobs, recorded logprobs, and trace numbers."""
         results = []
         with self._epochs.run.watch("value"):
-            for rows in self._parts:
+            for number, rows in enumerate(self._parts):
+                self._epochs.run.watch.advance(number, len(self._parts))
                 planned = self._single_part or self._feed.pack_held_out(rows)
                 if len(self._parts) == 1:
                     self._single_part = planned
@@ -630,7 +633,8 @@ def _sinks(state: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.S
         return list(sinks)
     config = state.trainer.config
     chosen = loggers.open_sinks(config.train.report_to, state.trainer.out, as_dict(config))
-    return [*chosen, metrics.Progress(state.plan.total, state.trainer.steps_done)]
+    trainer = state.trainer
+    return [*chosen, metrics.Progress(state.plan.total, trainer.steps_done, watch=trainer.watch)]
 
 
 class _NullSink:
