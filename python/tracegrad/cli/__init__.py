@@ -43,10 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _guarded(arguments: list[str]) -> int:
     """Run a command, and convert any exception to one line of output and an exit code."""
-    is_parsed = False
+    options = None
     try:
         options, overrides = parse(arguments)
-        is_parsed = True
         with contextlib.ExitStack() as stack:
             if options.json:
                 stack.enter_context(args.reserve_stdout())
@@ -55,7 +54,9 @@ def _guarded(arguments: list[str]) -> int:
             extras.check(options, dict(overrides))
             return options.run(options, overrides, arguments)
     except TracegradError as error:
-        return _failed(as_flags(str(error)), arguments, error)
+        message = as_flags(str(error))
+        message = message if options is None else args.without_missing_flags(message, options.parser)
+        return _failed(message, arguments, error)
     except KeyboardInterrupt:
         hint = " --resume continues from what is already written in --out." if arguments[0] in RESUMABLE else ""
         unexpected.say(f"\ntracegrad: interrupted.{hint}")
@@ -64,7 +65,7 @@ def _guarded(arguments: list[str]) -> int:
         _failed_json(error.message, arguments, ExitCode.USAGE)
         raise
     except SystemExit as error:
-        if not is_parsed:  # --help or --version.
+        if options is None:  # --help or --version.
             raise
         return _failed(f"TG-CLI-055: Python code of yours called sys.exit({error.code!r:.200}).", arguments, error)
     except args.OutputFailed as error:

@@ -429,9 +429,13 @@ def resume_line(stopped: str, arguments: list[str], flag: str = "--resume") -> l
 
 AS_FLAGS = {
     "resume=True": "--resume",
+    "workers and ray_address": "--workers and --ray",
+    "fewer workers or a smaller shard_traces": "fewer --workers or a smaller --shard-traces",
+    "Pass model with": "Pass --model with",
+    "Omit objective": "Omit --objective",
     "tasks is None": "--trainer-only is given",
     "Start train with tasks=None and this folder as out": "Start tracegrad online with --trainer-only and this --out",
-    "another out.": "another --out.",
+    "another out": "another --out",
     "Pass servers=, or pass python=, the": "Give --server, or --python, the",
     "python has no effect": "--python has no effect",
     "servers='in-process' by python=, the": 'servers = ["in-process"] by python, the',
@@ -459,6 +463,12 @@ AS_FLAGS = {
 """Python arguments as they appear in error messages, and the corresponding flags."""
 
 
+_ADVICE = re.compile(
+    r"\b(Set|set|Pass|pass|example|choose|or|with|share:|version:|traces:) ([a-z_]+\.[a-z_]+|objective(?= [A-Z]))\b"
+)
+"""An option that a message advises to set. Python takes it by the same name without dashes."""
+
+
 def as_flags(message: str) -> str:
     """Return an error message with Python arguments replaced by command-line flags.
 
@@ -466,11 +476,58 @@ def as_flags(message: str) -> str:
 
     >>> as_flags("out already contains a run. Pass resume=True to continue it, or another out.")
     'out already contains a run. Pass --resume to continue it, or another --out.'
+    >>> as_flags("data.holdout is 1. Set data.holdout 0, or train with objective SFT.")
+    'data.holdout is 1. Set --data.holdout 0, or train with --objective SFT.'
     """
     text, mark, traceback = message.partition("Traceback (most recent call last)")
     for argument, flag in AS_FLAGS.items():
         text = text.replace(argument, flag)
+    names = {"objective", *known_options()}
+    text = _ADVICE.sub(lambda match: f"{match[1]} --{match[2]}" if match[2] in names else match[0], text)
     return text + mark + traceback
+
+
+def without_missing_flags(message: str, parser: "Parser") -> str:
+    """Return an error message of a verb, with a note if it names a flag that only other verbs have.
+
+    >>> parser = Parser(prog="tracegrad replay")
+    >>> without_missing_flags("Free space, and continue with --resume.", parser)
+    'Free space, and continue with --resume. (replay has no --resume.)'
+    """
+    text = message.partition("Traceback (most recent call last)")[0]
+    own = {*parser._option_string_actions, *(f"--{name}" for name in parser.dotted_names())}
+    verb_name = parser.prog.rpartition(" ")[2]
+    missing = []
+    for match in re.finditer(r"(?<![\w-])--[a-z][\w.-]*\w", text):
+        sentence = re.split(r"[.;:] ", text[: match.start()])[-1]
+        is_of_another_command = re.search(r"\b(?:tracegrad|python|vllm|inspect) \w+|`prepare", sentence)
+        if match[0] in OUR_FLAGS or match[0][2:] in known_options():
+            missing += [match[0]] if match[0] not in own and not is_of_another_command else []
+    note = f" ({verb_name} has no {' and no '.join(dict.fromkeys(missing))}.)" if missing else ""
+    return message + note
+
+
+OUR_FLAGS = frozenset(
+    [
+        "--resume",
+        "--out",
+        "--model",
+        "--workers",
+        "--ray",
+        "--shard-traces",
+        "--on-error",
+        "--logprob-kind",
+        "--objective",
+        "--text-only",
+        "--config",
+        "--check-logprobs",
+        "--accept-truncated-sampling",
+        "--server-profile",
+        "--sampling-defaults",
+        "--key-file",
+    ]
+)
+"""Flags that errors of several verbs name."""
 
 
 def print_lines(*lines: str) -> None:

@@ -63,7 +63,7 @@ class JsonLines:
         except OSError as error:
             raise TracegradError(
                 f"TG-METRIC-004: {self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
-                "Free space there and resume with --resume."
+                "Free space there and resume with resume=True."
             ) from error
 
     def close(self) -> None:

@@ -648,7 +648,7 @@ def _check_objective(run: Path, before: str, now: str) -> None:
     more = f"; and {len(names) - SHOWN_OPTIONS} more" if len(names) > SHOWN_OPTIONS else ""
     raise ArgumentError(
         f"TG-ONLINE-043: {run}: the run had another objective: {'; '.join(lines)}{more}. The replay would compute "
-        "other parameters. Omit --objective, or pass the objective of the run."
+        "other parameters. Omit objective, or pass the objective of the run."
     )
 
 

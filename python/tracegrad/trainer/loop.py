@@ -187,7 +187,7 @@ class _Loop:
             raise ArgumentError(
                 f"TG-TRAIN-037: {self.trainer.run_dir} contains a run; its newest checkpoint is "
                 f"{checkpoints[-1].name}. A new run would "
-                "overwrite it. Continue the run with --resume, or pass another --out."
+                "overwrite it. Continue the run with resume=True, or pass another out."
             )
         progress = self.trainer.restore(fingerprint=self.fingerprint)
         if progress is not None:
@@ -358,7 +358,7 @@ def allocate_logprobs(terms: int, folder: Path | None) -> NDArray[np.float32]:
     except OSError as error:
         raise TracegradError(
             f"TG-TRAIN-038: {folder}: {error.strerror}. The logprobs of {terms:,} trained tokens do not fit there. "
-            "Free space, or pass another --out."
+            "Free space, or pass another out."
         ) from error
     return values
 
