@@ -7,7 +7,9 @@ forge or hide text.
 
 import copyreg
 import re
+import signal
 from collections.abc import Sequence
+from enum import IntEnum
 
 from tracegrad._core import (
     AlignmentError,
@@ -18,6 +20,18 @@ from tracegrad._core import (
     TokenizerError,
     TracegradError,
 )
+
+
+class ExitCode(IntEnum):
+    """The exit codes of all commands. docs/reference/cli.md describes them."""
+
+    DONE = 0
+    ERROR = 1
+    USAGE = 2
+    INTERRUPTED = 128 + signal.SIGINT
+    OUTPUT_CLOSED = 128 + 13  # SIGPIPE, which Windows lacks.
+    TERMINATED = 128 + signal.SIGTERM
+
 
 # Control characters, line breaks, marks of text direction, characters of zero width, and lone surrogates, which no
 # stream can encode. The core escapes the same set.
@@ -131,6 +145,7 @@ TracegradError.code = property(_code)  # type: ignore[assignment]
 __all__ = [
     "AlignmentError",
     "ArgumentError",
+    "ExitCode",
     "FormatError",
     "ReadError",
     "TemplateError",
@@ -143,5 +158,5 @@ __all__ = [
 # Register how errors are pickled, so that they keep their class between processes. Pickle cannot import the core's
 # classes by name.
 for _name in __all__:
-    if isinstance(_kind_of_error := globals()[_name], type):
+    if isinstance(_kind_of_error := globals()[_name], type) and issubclass(_kind_of_error, TracegradError):
         copyreg.pickle(_kind_of_error, _reduce)  # type: ignore[arg-type]

@@ -1,9 +1,15 @@
 """With numpy alone the commands that need no torch work: whatever else is installed cannot be imported here."""
 
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tracegrad.cli import extras, main
+from tracegrad.errors import ArgumentError
 
 BARE = """
 import sys
@@ -38,13 +44,125 @@ def test_reading_aligning_and_examining(example, tmp_path):
     assert bare("init", some, "--model", example / "model", "--out", tmp_path / "run.toml")[0] == 0
 
 
-@pytest.mark.parametrize(
-    "words", [["view", "x"], ["online", "run.toml"], ["proxy", "--server", "http://h", "--out", "o"]]
+RUN = 'model = "m"\ntasks = "none.jsonl"\nout = "o"\n'
+TRAIN = ["train", "none.jsonl", "--model", "m", "--out", "o"]
+DOCTOR = ["doctor", "none.jsonl", "--model", "m"]
+TORCH = "torch, transformers, safetensors"
+MISSING = [
+    (TRAIN, f"{TORCH} and tqdm", "tracegrad[train]"),
+    ([*TRAIN, "--dry-run", "--from-config", "trl:peer.yaml"], "yaml", "pyyaml"),
+    ([*DOCTOR, "--check-logprobs"], f"{TORCH} and tqdm", "tracegrad[train]"),
+    (["merge", "none", "--out", "o"], f"{TORCH}, tqdm and peft", "tracegrad[lora]"),
+    (["view", "none.jsonl"], "starlette and uvicorn", "tracegrad[view]"),
+    (["online", "run.toml"], f"{TORCH}, tqdm, aiohttp", "tracegrad[online]"),
+    (["online", "run.toml", "--collect", "0/1"], "aiohttp, starlette", "tracegrad[online]"),
+    (["replay", "none", "--model", "m", "--out", "o"], f"{TORCH}, tqdm, aiohttp", "tracegrad[online]"),
+    (["record", "a.py:b", "--tasks", "none", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
+    (["proxy", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
+    (["score", "none.jsonl", "--judge", "http://h", "--out", "o"], "aiohttp and orjson", "tracegrad[online]"),
+    (["prepare", "none.jsonl", "--model", "m", "--out", "o", "--ray"], "ray and pyarrow", "tracegrad[ray]"),
+    (["prepare", "s3://b/none.jsonl", "--model", "m", "--out", "o"], "fsspec and s3fs", "tracegrad[cloud]"),
+    (["prepare", "none.jsonl", "--model", "m", "--out", "gs://b/o"], "fsspec and gcsfs", "tracegrad[cloud]"),
+    (["prepare", "t.jsonl", "tables", "--model", "m", "--out", "o"], "pyarrow", "tracegrad[arrow]"),
+    (["doctor", "none.parquet", "--model", "m"], "pyarrow", "tracegrad[arrow]"),
+    ([*DOCTOR, "--held-out", "none.arrow"], "pyarrow", "tracegrad[arrow]"),
+    (["init", "tables"], "pyarrow", "tracegrad[arrow]"),
+]
+"""Commands, with the packages that they lack and what installs these. Files called `none` do not exist."""
+
+
+MANY = BARE.replace(
+    "sys.exit(main(sys.argv[1:]))",
+    "import json; [print('exit', main([*words, '--json']), flush=True) for words in json.loads(sys.argv[1])]",
 )
-def test_what_needs_more_says_so(words, tmp_path):
-    (tmp_path / "run.toml").write_text('model = "m"\n')
-    words = [tmp_path / "run.toml" if word == "run.toml" else word for word in words]
-    status, said = bare(*words)
-    assert status != 0
-    assert "Traceback" not in said
-    assert "tracegrad[" in said
+"""Runs several commands in one process, and prints the exit code of each after its output."""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """The folder in which the commands of MISSING ran, and what each printed on standard output."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "run.toml").write_text(RUN)
+    (folder / "peer.yaml").write_text("beta: 0\n")
+    (folder / "t.jsonl").write_text("not read\n")
+    (folder / "tables").mkdir()
+    (folder / "tables" / "a.parquet").write_bytes(b"PAR1 is not read PAR1")
+    command = [sys.executable, "-c", MANY, json.dumps([words for words, _, _ in MISSING])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout.split("exit 1\n")
+
+
+@pytest.mark.parametrize("number", range(len(MISSING)))
+def test_a_missing_package_is_reported_before_any_input_is_read(refusals, number):
+    folder, outputs = refusals
+    _, packages, extra = MISSING[number]
+    assert (len(outputs), outputs[-1]) == (len(MISSING) + 1, "")
+    error = json.loads(outputs[number])["error"]
+    assert error["code"] == "TG-CLI-011"
+    assert f" needs {packages}" in error["message"]
+    assert error["message"].rpartition("pip install ")[2] == (f"'{extra}'." if "[" in extra else f"{extra}.")
+    assert not (folder / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "options", "extra"),
+    [
+        ("wandb", ["--report-to", "tensorboard,wandb"], "wandb"),
+        ("tensorboard", ["--report-to", "tensorboard"], "tensorboard"),
+        ("trackio", ["--config", "run.toml"], "trackio"),
+        ("peft", ["--train.lora_rank", "8"], "lora"),
+        ("tqdm", [], "train"),
+        ("vllm", None, ""),
+    ],
+)
+def test_options_of_a_run_name_the_package_that_they_lack(package, options, extra, tmp_path, monkeypatch, capsys):
+    """Also those of a file. `options` None: online, without a server."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != package)
+    (tmp_path / "run.toml").write_text('[train]\nreport_to = ["trackio"]\n' if options else RUN)
+    command = ["online", "run.toml"] if options is None else [*TRAIN, *options]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert f"TG-CLI-011: {'a run without --server' if options is None else ''}" in error
+    assert f" needs {package}, which is not installed" in error
+    assert (f"'tracegrad[{extra}]'" if extra else "pip install vllm") in error
+
+
+def test_options_that_need_more_need_nothing_where_no_run_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(extras, "is_installed", lambda name: False)
+    command = ["train", "none.jsonl", "--model", "m", "--out", str(tmp_path / "o"), "--report-to", "wandb"]
+    assert main([*command, "--print-config"]) == 0
+    assert main([*command, "--dry-run"]) == 1
+    assert "TG-CLI-011" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("has_encoder", "has_image", "refused"), [(1, 1, True), (1, 0, False), (0, 1, False)])
+def test_images_need_pillow_if_there_are_any(has_encoder, has_image, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != "PIL")
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}} if has_encoder else {}))
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}}
+    content = [{"type": "text", "text": "?"}, *([image] if has_image else [])]
+    trace = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}], "reward": 1}
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace) + "\n")
+    if refused:
+        with pytest.raises(ArgumentError) as raised:
+            extras.check_images([str(tmp_path / "t.jsonl")], tmp_path)
+        assert raised.value.code == "TG-CLI-011"
+    else:
+        extras.check_images([str(tmp_path / "t.jsonl")], tmp_path)
+
+
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+"""One red pixel as a PNG."""
+
+
+def test_the_extras_are_those_of_the_project():
+    """Import names of pyproject's packages differ for pillow alone, and two packages are needed otherwise."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for extra, packages in extras.EXTRAS.items():
+        line = re.search(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)[1]
+        names = {name.partition("[")[0] for name in re.findall(r'"([a-z0-9_]+(?:\[data\])?)[>;=\"]', line)}
+        expected = {"pillow" if name == "PIL" else name for name in packages} - {"pyarrow"} | (names & {"pyarrow"})
+        unchecked = {"tomli"} | set(extras._FILE_SYSTEMS.values())
+        assert names - unchecked == expected, extra

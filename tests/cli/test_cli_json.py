@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 
 from policy_server import MODEL
 from shop_files import folder, played, server, written  # noqa: F401
-from tracegrad.cli import main
+from tracegrad.cli import extras, main
+from tracegrad.cli.args import Parser
+from tracegrad.errors import ExitCode
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = [sys.executable, "-m", "tracegrad.cli"]
@@ -115,7 +118,7 @@ def test_the_table_of_exit_codes_is_true(tmp_path):
     shutil.copy(MODEL.parent / "traces.jsonl.zst", traces)
     quick = ["--logprob-kind", "raw"]
     found = {0: "done", 1: "training would be wrong", 2: "no such flag", 130: "", 141: "", 143: ""}
-    assert set(table()) == set(found)
+    assert set(table()) == set(found) == {*ExitCode}
     assert main(["doctor", str(traces), "--model", str(MODEL), *quick]) == 0
     (tmp_path / "text.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
     assert main(["doctor", str(tmp_path / "text.jsonl"), "--model", str(MODEL)]) == 1
@@ -130,3 +133,89 @@ def test_the_table_of_exit_codes_is_true(tmp_path):
     process = subprocess.Popen([*COMMAND, "doctor", str(traces), "--model", str(MODEL)], stdout=subprocess.PIPE)
     process.stdout.close()
     assert ended(process) == 141
+
+
+def failed(capsys, *words):
+    """The code, location and exit code of a command that fails, of the one object on standard output."""
+    try:
+        code = main([*map(str, words), "--json"])
+    except SystemExit as ended:
+        code = ended.code
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"error", "exit_code"}
+    assert set(found["error"]) == {"code", "message", "location"}
+    assert found["exit_code"] == code
+    assert found["error"]["message"].count(found["error"]["code"]) == 1
+    return found["error"]["code"], found["error"]["location"], code
+
+
+TRAIN = ["train", "none.jsonl", "--model", "m", "--out", "o"]
+ARGUMENTS = {
+    "init": ["none.jsonl"],
+    "score": ["none.jsonl", "--out", "o.jsonl", "--judge", "http://h", "--judge-model", "m"],
+    "train": TRAIN[1:],
+    "merge": ["none", "--out", "o"],
+    "prepare": ["none.jsonl", "--model", "m", "--out", "o"],
+    "doctor": ["none.jsonl", "--model", "m"],
+    "view": ["none.jsonl"],
+    "online": ["run.toml"],
+    "replay": ["none", "--model", "m", "--out", "o"],
+    "record": ["mine.py:agent", "--tasks", "none", "--server", "http://h", "--out", "o"],
+    "proxy": ["--server", "http://h", "--out", "o"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_error_of_a_verb_is_one_object(verb, tmp_path, monkeypatch, capsys):
+    """Wrong usage, an option of another verb, an exception nobody expected, a signal, and a missing package."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("model = 'm'\n")
+    command = [verb, *ARGUMENTS[verb]]
+    assert failed(capsys, *command, "--nothing") == ("TG-CLI-021", {"flag": "--nothing"}, 2)
+    code, location, status = failed(capsys, *command, "--nothing.here", "1")
+    assert (code in ("TG-CLI-010", "TG-CLI-012", "TG-CONFIG-001"), location, status) == (True, location, 1)
+    monkeypatch.setattr(extras, "is_installed", lambda name: False)
+    if verb in extras.VERB_EXTRAS or verb == "score":
+        assert failed(capsys, *command) == ("TG-CLI-011", {"flag": "--judge"} if verb == "score" else None, 1)
+    monkeypatch.setattr(extras, "is_installed", lambda name: True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    set_defaults = Parser.set_defaults
+    for error, expected in ((KeyError("x"), "TG-CLI-031"), (SystemExit(7), "TG-CLI-055"), (KeyboardInterrupt(), 130)):
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(
+            Parser, "set_defaults", lambda self, run, fail=fail, **more: set_defaults(self, run=fail, **more)
+        )
+        expected, status = ("TG-CLI-029", 130) if expected == 130 else (expected, 1)
+        assert failed(capsys, *command) == (expected, None, status)
+
+
+def test_wrong_usage_is_one_object(capsys):
+    assert failed(capsys, "trian") == ("TG-CLI-015", None, 2)
+    assert failed(capsys) == ("TG-CLI-022", None, 2)
+    assert failed(capsys, "train") == ("TG-CLI-022", None, 2)
+    assert failed(capsys, *TRAIN, "--on-error", "skp") == ("TG-CLI-019", {"flag": "--on-error"}, 2)
+    assert failed(capsys, *TRAIN, "--shard-traces") == ("TG-CLI-021", {"flag": "--shard-traces"}, 2)
+    prepare = ["prepare", "none.jsonl", "--model", "m", "--out", "o"]
+    assert failed(capsys, *prepare, "--workers", "x") == ("TG-CLI-022", {"flag": "--workers"}, 2)
+    assert failed(capsys, *prepare, "--workers", "0") == ("TG-CLI-020", {"flag": "--workers"}, 1)
+
+
+def test_an_error_has_its_place(tmp_path, capsys):
+    assert failed(capsys, *TRAIN, "--optimizer.lr", "x") == ("TG-CONFIG-003", {"option": "optimizer.lr"}, 1)
+    (tmp_path / "run.toml").write_text("[optimizer]\nlr = 'x'\n")
+    path = str(tmp_path / "run.toml")
+    assert failed(capsys, *TRAIN, "--config", path) == ("TG-CONFIG-003", {"file": path}, 1)
+    (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n{\n")
+    code, location, _ = failed(capsys, "doctor", tmp_path / "t.jsonl", "--model", tmp_path)
+    assert code.startswith("TG-TOKENIZER-")
+    traces = str(tmp_path / "t.jsonl")
+    code, location, _ = failed(capsys, "prepare", traces, "--model", MODEL, "--out", tmp_path / "o", "--text-only")
+    assert (code[:10], location["file"], location["line"]) == ("TG-FORMAT-", traces, 2)
+    (tmp_path / "tasks.jsonl").write_text('"a"\n7\n')
+    (tmp_path / "mine.py").write_text("async def agent(task, policy): ...\n")
+    record = ["record", f"{tmp_path / 'mine.py'}:agent", "--server", "http://h", "--out", tmp_path / "o"]
+    tasks = str(tmp_path / "tasks.jsonl")
+    assert failed(capsys, *record, "--tasks", tasks) == ("TG-CLI-048", {"file": tasks, "line": 2}, 1)

@@ -15,7 +15,7 @@ import pytest
 import task
 import tracegrad as tg
 from policy_server import MODEL, PolicyServer
-from running_commands import WITHOUT_TORCH, Running
+from running_commands import WITHOUT_TORCH, Running, read_to
 from shop_files import folder, played, server  # noqa: F401
 from stand_in import Scripted, Served, always, free_port, until
 from tracegrad.cli import main
@@ -571,3 +571,13 @@ def test_what_is_played_outlives_a_process_that_is_killed_while_it_is_scored(rec
     traces = [trace for path in (folder / "o" / "played").iterdir() if path.stat().st_size for trace in tg.read(path)]
     assert sorted(trace.id for trace in traces) == ["0-0", "0-1", "1-0", "1-1"]
     assert all(trace.reward is not None for trace in traces)
+
+
+def test_waiting_for_a_line_ends_if_it_does_not_come():
+    words = "print('a', flush=True); import time; time.sleep(600)"
+    command = [sys.executable, "-c", words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert read_to(process, "a") == ["a\n"]
+        with pytest.raises(AssertionError, match="no line with 'b'"):
+            read_to(process, "b", timeout_s=0.2)
+    assert process.returncode == -signal.SIGKILL

@@ -100,7 +100,7 @@ def test_what_a_verb_raises_is_one_line_and_a_report(verb, name, reports, monkey
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert err.startswith(f"tracegrad: error: unexpected {name}")
+    assert err.startswith(f"tracegrad: error: TG-CLI-031: unexpected {name}")
     (path,) = reports.glob("tracegrad-report-*.txt")
     assert str(path) in err
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

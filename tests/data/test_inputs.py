@@ -190,24 +190,31 @@ def test_progress_counts_the_bytes_of_the_files(folder):
     assert [each.bytes_read for each in said] == sorted(each.bytes_read for each in said)
 
 
-def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):
+def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     now = [0.0]
-    monkeypatch.setattr("tracegrad.data.reader.time.monotonic", lambda: now[0])
     for stream, ends in ((Terminal(), "\r"), (io.StringIO(), "\n")):
-        bar = ProgressBar(stream)
-        for second in range(1, 70):
+        bar = ProgressBar(stream, clock=lambda: now[0])
+        for second in range(1, 36):
             now[0] += 1
             bar(Progress(second * 10**6, 10**8, second, float(second)))
-        bar(Progress(10**8, 10**8, 100, 70.0, done=True))
-        lines = [line for line in stream.getvalue().replace("\r", "\n").split("\n") if line.strip()]
-        assert "69.0 MB of 100.0 MB (69%)" in lines[-1] or len(lines) == 2, lines
-        assert "MB a second" in lines[0]
-        assert "s left" in lines[0]
-        assert (len(lines) == 2) == (ends == "\n")
+        now[0] += 5
+        bar.repeat()  # nothing was read for five seconds
+        bar(Progress(10**8, 10**8, 100, 40.0, done=True))
+        lines = [line.rstrip() for line in stream.getvalue().replace("\r", "\n").split("\n") if line.strip()]
+        if ends == "\n":  # after 10, 20, 30 and 40 seconds; 35 % in 40 s leave 65 / 35 * 40 = 74 s
+            assert lines == [
+                "reading  10 %  10 records  10.0 MB  90 s left",
+                "reading  20 %  20 records  20.0 MB  80 s left",
+                "reading  30 %  30 records  30.0 MB  70 s left",
+                "reading  35 %  35 records  35.0 MB  74 s left",
+            ]
+        else:
+            assert (len(lines), lines[0]) == (36, "reading  1 %  1 records  1.0 MB  99 s left")
+            assert stream.getvalue().endswith(" " * 20 + "\r")  # erased
 
 
 def test_a_file_in_a_known_form_does_not_pass_through_python(folder, monkeypatch):

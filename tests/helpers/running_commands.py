@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 
@@ -18,6 +19,24 @@ WITHOUT_TORCH = [sys.executable, "-c", BARE]
 """The command line where neither torch nor transformers can be imported: recording needs none."""
 
 
+def read_to(process, words, timeout_s=90.0):
+    """Read the lines of a process up to one with these words, and return them.
+
+    A process that ends or takes longer than `timeout_s` without such a line is killed, and the test fails with what it
+    printed.
+    """
+    lines, timer = [], threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        while not (lines and words in lines[-1]):
+            line = process.stdout.readline()
+            assert line, f"no line with {words!r} within {timeout_s:g} s:\n{''.join(lines)}"
+            lines.append(line)
+    finally:
+        timer.cancel()
+    return lines
+
+
 class Running:
     """`tracegrad proxy` in a process of its own."""
 
@@ -25,11 +44,7 @@ class Running:
         self.out = out
         command = [*WITHOUT_TORCH, "proxy", "--server", url, "--out", str(out), *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.said = []
-        while not (self.said and "to end a trajectory" in self.said[-1]):
-            line = self.process.stdout.readline()
-            assert line, "".join(self.said)
-            self.said.append(line)
+        self.said = read_to(self.process, "to end a trajectory")
         self.url = re.search(r"OPENAI_BASE_URL=(http://\S+?)/s/NAME/v1", "".join(self.said))[1]
         self.key = (out / "key").read_text().strip()
 

@@ -197,14 +197,51 @@ def test_where_there_is_no_terminal_progress_comes_in_lines():
     assert stream.getvalue() == "step 2/2  loss 0.5000  ope 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
 
 
+def test_a_line_every_ten_seconds_has_the_time_left_and_long_stages_have_lines_too():
+    pytest.importorskip("tqdm")
+    now, stream = [0.0], io.StringIO()
+    watch = metrics.Stopwatch(clock=lambda: now[0])
+    progress = metrics.Progress(30, 10, stream=stream, clock=lambda: now[0])
+    progress._watch = watch  # without the thread, which calls the same method
+    with watch("old"):
+        for second, done in ((9, 0), (12, 1), (21, 3), (25, 4)):
+            now[0] = second
+            watch.advance(done, 4)
+            progress.report_stage()  # not at 9: shorter than ten seconds; not at 21: nine after the last line
+    for second, step in ((30, 11), (36, 12), (40, 13), (47, 14)):
+        now[0] = second
+        progress.log({"step": step, "loss": 0.5})
+    progress.report_stage()  # no stage runs
+    assert stream.getvalue().splitlines() == [
+        "step 10/30  computing old logprobs  25 %  1 of 4 steps  36 s left",
+        "step 10/30  computing old logprobs  100 %  4 of 4 steps",
+        "step 12/30  loss 0.5000  5 min 24 s left",  # 2 of 20 steps in 36 s leave 18 * 18 s = 324 s
+        "step 14/30  loss 0.5000  3 min 8 s left",  # 47 / 4 * 16 = 188 s
+    ]
+
+
+def test_stages_that_report_themselves_are_left_to_themselves():
+    now = [0.0]
+    watch = metrics.Stopwatch(clock=lambda: now[0])
+    assert watch.line() is None
+    with watch("read"):
+        now[0] = 30.0
+        assert watch.line(["read"]) is None
+        assert watch.line() == "reading  30 s so far"
+        with watch("checkpoint"):
+            now[0] = 40.0
+            assert watch.line() == "saving a checkpoint  10 s so far"
+    assert (watch.line(), watch.seconds) == (None, {"checkpoint": 10.0, "read": 40.0})
+
+
 def test_where_no_trace_has_a_ratio_no_effective_sample_is_told():
-    assert "ope_ess_fraction" not in metrics.progress_line({**ROW, "ope_ess_fraction": 0.0})
-    assert "ope_ess_fraction 4%" in metrics.progress_line({**ROW, "ope_ess_fraction": 0.04})
+    assert "ope_ess_fraction" not in metrics.step_metrics_text({**ROW, "ope_ess_fraction": 0.0})
+    assert "ope_ess_fraction 4%" in metrics.step_metrics_text({**ROW, "ope_ess_fraction": 0.04})
 
 
 def test_where_the_effective_sample_is_too_small_the_line_says_so():
-    assert "ope unreliable" in metrics.progress_line({**ROW, "ope_reliable": 0})
-    assert "ope unreliable" in metrics.progress_line({"ope": 0.1, "ope_reliable": 0})  # one group: no interval
+    assert "ope unreliable" in metrics.step_metrics_text({**ROW, "ope_reliable": 0})
+    assert "ope unreliable" in metrics.step_metrics_text({"ope": 0.1, "ope_reliable": 0})  # one group: no interval
 
 
 @pytest.mark.parametrize(("first", "said"), [(1, "ope no longer reliable"), (0, "ope unreliable")])

@@ -414,7 +414,7 @@ def test_a_signal_ends_a_run_whose_server_is_gone_and_it_goes_on_later(tmp_path,
 
 @pytest.mark.nightly
 def test_evaluations_and_waits_for_groups_are_reported_and_a_signal_ends_an_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr("tracegrad.rollout.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("tracegrad.progress.EVERY_S", 0.0)
     said, signals = [], itertools.count()
 
     async def agent(task_, policy):

@@ -330,3 +330,20 @@ def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "a.yaml").write_text("loss_type: grpo\n")
     with pytest.raises(ArgumentError, match="TG-RECIPE-005"):
         recipes.like(f"trl:{tmp_path / 'a.yaml'}")
+
+
+def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
+    config = {"beta": 0.0, "output_dir": "o", "use_peft": True, "lora_r": 16, "use_vllm": False}
+    (tmp_path / "trl.json").write_text(json.dumps(config))
+    command = ["train", "none.jsonl", "--model", "m", "--out", str(tmp_path / "o"), "--print-config"]
+    assert main([*command, "--from-config", f"trl:{tmp_path / 'trl.json'}"]) == 0
+    said = capsys.readouterr().out
+    warned = [line.split()[2] for line in said.splitlines() if line.startswith("# warning")]
+    assert warned == ["use_peft", "use_vllm"]
+    assert "--train.lora_rank" not in said
+    assert "train.lora_rank is set" in said
+    [ignored] = [line for line in said.splitlines() if line.startswith("# ignored")]
+    assert ignored.endswith(": output_dir, lora_r")
+    recipe = recipes.from_trl({**config, "use_peft": False, "use_vllm": True})
+    assert [name for name, warning in recipe.ignored_options if warning] == []
+    assert recipe.config == recipes.from_trl({"beta": 0.0, "use_vllm": True}).config  # nothing else changes

@@ -16,7 +16,8 @@ from typing import Any, NoReturn, TextIO
 
 from tracegrad import config, recipes
 from tracegrad.data.codes import SERVERS
-from tracegrad.errors import ArgumentError, escape_terminal, redact
+from tracegrad.errors import CODE, ArgumentError, ExitCode, escape_terminal, redact
+from tracegrad.online.options import OnlineConfig, RolloutConfig
 from tracegrad.storage.remote import require_local_path
 from tracegrad.trainer.api import is_first_rank
 
@@ -197,7 +198,7 @@ class UsageError(SystemExit):
     """A wrong command line, already printed on standard error. The exit code is 2, and `message` has the reason."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(2)
+        super().__init__(int(ExitCode.USAGE))
         self.message = message
 
 
@@ -215,19 +216,47 @@ class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors suggest the nearest flag.
 
     Args:
-        dotted_names: returns the options that a verb accepts as `--section.option VALUE`, such as `optimizer.lr`.
+        dotted_names: returns the options that a verb accepts as `--section.option VALUE`, such as `optimizer.lr`. A
+            name that ends in `*` stands for all options that begin so.
+        reason_no_effect: why other options have no effect on the verb, and what to do. None if the verb checks the
+            names itself.
     """
 
     dotted_names: Callable[[], Iterable[str]] = tuple
+    reason_no_effect: str | None = None
 
     def error(self, message: str) -> NoReturn:
-        match = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-        if match and "COMMAND" in message:
-            names = re.findall(r"[a-z]+", match[2])
-            message = f"{match[1]} is not a command. {config.nearest(match[1], names)}"
-        message = escape_terminal(message)[:_MOST_MESSAGE]
+        message = escape_terminal(message if CODE.search(message) else f"TG-CLI-022: {message}")[:_MOST_MESSAGE]
         self._print_message(f"tracegrad: error: {message}\nSee {self.prog} --help.\n", sys.stderr)
         raise UsageError(message)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not one of the choices of a flag, or an unknown command, and suggest the nearest."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"TG-CLI-015: {value} is not a command. {config.nearest(value, names)}")
+        flag, hint = "/".join(action.option_strings) or action.dest, config.did_you_mean(value, names)
+        self.error(f"TG-CLI-019: {flag} is {value!r}. It must be one of {', '.join(names)}.{hint}")
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Refuse `--section.option` that the verb does not have.
+
+        Raises:
+            ArgumentError: for an option of other verbs, or of none.
+        """
+        if self.reason_no_effect is None:
+            return
+        own = list(self.dotted_names())
+        verb_name = self.prog.rpartition(" ")[2]
+        for name in names:
+            if name in own or any(name.startswith(option[:-1]) for option in own if option.endswith("*")):
+                continue
+            if name in known_options():
+                raise ArgumentError(f"TG-CLI-006: {name} has no effect on {verb_name}, {self.reason_no_effect}")
+            hint = config.nearest(name, own) if own else f"{verb_name} has no such options. Remove it."
+            raise ArgumentError(f"TG-CLI-010: {name} is not an option of {verb_name}. {hint}")
 
     def nearest_flag(self, word: str) -> str | None:
         """Return the flag of this verb that a mistyped flag, or another library's name for it, probably means."""
@@ -253,6 +282,12 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
+def known_options() -> list[str]:
+    """Return the options of all verbs, by dotted name."""
+    sections: dict[str, Any] = {"online": OnlineConfig(), "rollout": RolloutConfig()}
+    return [*config.options(), *(f"{section}.{name}" for section, values in sections.items() for name in vars(values))]
+
+
 def verb(
     commands: Any,
     name: str,
@@ -262,6 +297,7 @@ def verb(
     examples: Sequence[str],
     more: str = "",
     dotted_names: Callable[[], Iterable[str]] = tuple,
+    reason_no_effect: str | None = "which does not train. Use it with tracegrad train.",
 ) -> Parser:
     """Add the parser of a verb.
 
@@ -270,7 +306,7 @@ def verb(
         run: the function to call.
         examples: commands for the verb's own help.
         more: additional sentences in the verb's own help.
-        dotted_names: as for `Parser`.
+        dotted_names, reason_no_effect: as for `Parser`.
     """
     description = " ".join(filter(None, (f"{text[0].upper()}{text[1:]}.", more)))
     parser: Parser = commands.add_parser(
@@ -281,7 +317,7 @@ def verb(
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    parser.dotted_names = dotted_names
+    parser.dotted_names, parser.reason_no_effect = dotted_names, reason_no_effect
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--no-cache", action="store_true", help="do not read or write the tokenizer cache")
     return parser
@@ -370,7 +406,9 @@ def dotted(rest: list[str], parser: Parser) -> list[tuple[str, str]]:
             parser.error(f"unexpected argument {word}. Write all positional arguments next to each other.")
         if not word.startswith("--") or "." not in name:
             flag = parser.nearest_flag(name)
-            parser.error(f"unknown flag {word.partition('=')[0]}." + (f" Did you mean {flag}?" if flag else ""))
+            parser.error(
+                f"TG-CLI-021: unknown flag {word.partition('=')[0]}." + (f" Did you mean {flag}?" if flag else "")
+            )
         if not equals:
             parser.error(f"{word} has no value. Write {word} VALUE.")
         pairs.append((name, value))
@@ -391,9 +429,13 @@ def resume_line(stopped: str, arguments: list[str], flag: str = "--resume") -> l
 
 AS_FLAGS = {
     "resume=True": "--resume",
+    "workers and ray_address": "--workers and --ray",
+    "fewer workers or a smaller shard_traces": "fewer --workers or a smaller --shard-traces",
+    "Pass model with": "Pass --model with",
+    "Omit objective": "Omit --objective",
     "tasks is None": "--trainer-only is given",
     "Start train with tasks=None and this folder as out": "Start tracegrad online with --trainer-only and this --out",
-    "another out.": "another --out.",
+    "another out": "another --out",
     "Pass servers=, or pass python=, the": "Give --server, or --python, the",
     "python has no effect": "--python has no effect",
     "servers='in-process' by python=, the": 'servers = ["in-process"] by python, the',
@@ -421,6 +463,12 @@ AS_FLAGS = {
 """Python arguments as they appear in error messages, and the corresponding flags."""
 
 
+_ADVICE = re.compile(
+    r"\b(Set|set|Pass|pass|example|choose|or|with|share:|version:|traces:) ([a-z_]+\.[a-z_]+|objective(?= [A-Z]))\b"
+)
+"""An option that a message advises to set. Python takes it by the same name without dashes."""
+
+
 def as_flags(message: str) -> str:
     """Return an error message with Python arguments replaced by command-line flags.
 
@@ -428,11 +476,58 @@ def as_flags(message: str) -> str:
 
     >>> as_flags("out already contains a run. Pass resume=True to continue it, or another out.")
     'out already contains a run. Pass --resume to continue it, or another --out.'
+    >>> as_flags("data.holdout is 1. Set data.holdout 0, or train with objective SFT.")
+    'data.holdout is 1. Set --data.holdout 0, or train with --objective SFT.'
     """
     text, mark, traceback = message.partition("Traceback (most recent call last)")
     for argument, flag in AS_FLAGS.items():
         text = text.replace(argument, flag)
+    names = {"objective", *known_options()}
+    text = _ADVICE.sub(lambda match: f"{match[1]} --{match[2]}" if match[2] in names else match[0], text)
     return text + mark + traceback
+
+
+def without_missing_flags(message: str, parser: "Parser") -> str:
+    """Return an error message of a verb, with a note if it names a flag that only other verbs have.
+
+    >>> parser = Parser(prog="tracegrad replay")
+    >>> without_missing_flags("Free space, and continue with --resume.", parser)
+    'Free space, and continue with --resume. (replay has no --resume.)'
+    """
+    text = message.partition("Traceback (most recent call last)")[0]
+    own = {*parser._option_string_actions, *(f"--{name}" for name in parser.dotted_names())}
+    verb_name = parser.prog.rpartition(" ")[2]
+    missing = []
+    for match in re.finditer(r"(?<![\w-])--[a-z][\w.-]*\w", text):
+        sentence = re.split(r"[.;:] ", text[: match.start()])[-1]
+        is_of_another_command = re.search(r"\b(?:tracegrad|python|vllm|inspect) \w+|`prepare", sentence)
+        if match[0] in OUR_FLAGS or match[0][2:] in known_options():
+            missing += [match[0]] if match[0] not in own and not is_of_another_command else []
+    note = f" ({verb_name} has no {' and no '.join(dict.fromkeys(missing))}.)" if missing else ""
+    return message + note
+
+
+OUR_FLAGS = frozenset(
+    [
+        "--resume",
+        "--out",
+        "--model",
+        "--workers",
+        "--ray",
+        "--shard-traces",
+        "--on-error",
+        "--logprob-kind",
+        "--objective",
+        "--text-only",
+        "--config",
+        "--check-logprobs",
+        "--accept-truncated-sampling",
+        "--server-profile",
+        "--sampling-defaults",
+        "--key-file",
+    ]
+)
+"""Flags that errors of several verbs name."""
 
 
 def print_lines(*lines: str) -> None:
@@ -542,7 +637,7 @@ def recipe_from_flags(options: argparse.Namespace) -> recipes.Recipe | None:
 def lines(
     options: argparse.Namespace, recipe: recipes.Recipe, overrides: Sequence[str], unused_names: Sequence[str] = ()
 ) -> list[str]:
-    """Return lines about a recipe: its options, translated and differing options, and options that override it.
+    """Return lines about a recipe: its options, translated, differing and ignored options, and overriding options.
 
     Args:
         overrides: options that override the recipe.
@@ -552,6 +647,11 @@ def lines(
     unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in unused_names)
     translated = [f"         {name}: {translation}" for name, translation in recipe.imported_options]
     translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differences]
+    warned = [(name, warning) for name, warning in recipe.ignored_options if warning]
+    other = [name for name, warning in recipe.ignored_options if not warning]
+    warnings = [f"warning  {name} of the config has no effect here: {warning}" for name, warning in warned]
+    warnings += [f"ignored  options of the config without effect here: {', '.join(other)}"] if other else []
     unused_lines = [f"         ignored, because only training from a file uses it: {unused}"] if unused else []
     override_lines = [f"override these options replace the recipe's: {', '.join(overrides)}"] if overrides else []
-    return [f"recipe   {options.recipe or options.from_config}: {applied}", *translated, *unused_lines, *override_lines]
+    source = options.recipe or options.from_config
+    return [f"recipe   {source}: {applied}", *translated, *warnings, *unused_lines, *override_lines]

@@ -18,7 +18,6 @@ from tracegrad.cli.args import (
 )
 from tracegrad.data import ProgressBar
 from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
-from tracegrad.errors import ArgumentError
 
 
 def add_to(commands: Any) -> None:
@@ -70,22 +69,19 @@ def add_to(commands: Any) -> None:
 
 def _doctor(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     options.model = folder_of(options.model)
-    if unused := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(
-            f"TG-CLI-006: {unused[0]} has no effect on doctor, which does not train. Use it with tracegrad train."
+    with ProgressBar() as progress:
+        diagnosis = doctor.diagnose(
+            options.traces,
+            options.model,
+            map=config.load(overrides=overrides).map,
+            progress=progress,
+            max_tokens=options.max_tokens,
+            held_out=options.held_out,
+            logprob_kind=options.kind,
+            sampling_defaults=options.defaults,
+            server_profile=options.profile,
+            check_logprobs=options.check_logprobs,
         )
-    diagnosis = doctor.diagnose(
-        options.traces,
-        options.model,
-        map=config.load(overrides=overrides).map,
-        progress=ProgressBar(),
-        max_tokens=options.max_tokens,
-        held_out=options.held_out,
-        logprob_kind=options.kind,
-        sampling_defaults=options.defaults,
-        server_profile=options.profile,
-        check_logprobs=options.check_logprobs,
-    )
     if options.json:
         print_json(diagnosis.as_dict())
     else:

@@ -26,6 +26,7 @@ def add_to(commands: Any) -> None:
         "the file.",
         examples=("logs/ --model Qwen/Qwen3-0.6B", "traces.jsonl --out configs/run.toml --map.reward score"),
         dotted_names=lambda: [name for name in config.options() if name.startswith("map.")],
+        reason_no_effect="which writes only paths of fields. Add it to the file, or use it with tracegrad train.",
     )
     inputs_of(parser)
     parser.add_argument(

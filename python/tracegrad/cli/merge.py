@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.cli.args import add_json_flag, place, print_json, print_lines, verb
-from tracegrad.errors import ArgumentError
 
 
 def add_to(commands: Any) -> None:
@@ -34,16 +33,8 @@ def add_to(commands: Any) -> None:
 
 
 def _merge(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if overrides:
-        raise ArgumentError(
-            f"TG-CLI-010: {overrides[0][0]} has no effect on merge, which does not train. Use it with tracegrad train."
-        )
-    try:
-        from tracegrad.trainer import merge_adapters
-    except ImportError as error:
-        raise ArgumentError(
-            f"TG-CLI-011: merge needs {error.name}, which is not installed. Run pip install 'tracegrad[lora]'."
-        ) from error
+    from tracegrad.trainer import merge_adapters
+
     out = merge_adapters(options.checkpoint, options.out, options.base)
     if options.json:
         print_json({"checkpoint": str(options.checkpoint), "model": str(out)})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tracegrad import config
-from tracegrad.cli import args
+from tracegrad.cli import args, extras
 from tracegrad.cli.args import (
     add_json_flag,
     place,
@@ -44,6 +43,7 @@ def add_to(commands: Any) -> None:
         more=f"Flags override run.toml. {WARNING}",
         examples=("run.toml --dry-run", "run.toml --server http://localhost:8000 --online.steps 12"),
         dotted_names=option_names,
+        reason_no_effect=None,
     )
     parser.add_argument(
         "run_file", type=Path, metavar="run.toml", help="model, tasks, rewards, options: docs/how-to/online.md"
@@ -73,10 +73,9 @@ def add_to(commands: Any) -> None:
 
 def option_names() -> list[str]:
     """Return the options that `online` accepts."""
-    from tracegrad.cli.run_file import OFFLINE_ONLY_OPTIONS, PLAYING
+    from tracegrad.cli.run_file import OFFLINE_ONLY_OPTIONS
 
-    names = [f"{section}.{name}" for section, options in PLAYING.items() for name in vars(options)]
-    return [*(name for name in config.options() if name not in OFFLINE_ONLY_OPTIONS), *names]
+    return [name for name in args.known_options() if name not in OFFLINE_ONLY_OPTIONS]
 
 
 def _replay_command(commands: Any) -> None:
@@ -89,6 +88,8 @@ def _replay_command(commands: Any) -> None:
             "runs/online --model models/Qwen3-0.6B --out runs/again",
             "runs/online --model models/Qwen3-0.6B --out runs/again --objective mine.py:LOSS --json",
         ),
+        dotted_names=lambda: ["objective", "objective.*"],
+        reason_no_effect="which uses the options of the recorded run. Remove it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the online run")
     parser.add_argument(
@@ -107,10 +108,6 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     from tracegrad import online
     from tracegrad.objective import override_all, presets
 
-    if unused := [name for name, _ in overrides if not name.startswith("objective")]:
-        raise ArgumentError(
-            f"TG-CLI-012: {unused[0]} has no effect on replay, which uses the options of the recorded run. Remove it."
-        )
     objective_config = config.load(overrides=overrides).objective
     objective = (
         override_all(presets.find(objective_config.preset), dict(objective_config.overrides)) if overrides else None
@@ -128,7 +125,6 @@ def _replay(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
 def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     if options.collect is not None:
         return _collect(options, overrides, arguments)
-    needs("training_loop")
     from tracegrad import online
     from tracegrad.cli import run_file
     from tracegrad.objective import override_all, presets
@@ -144,6 +140,7 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     recipe = args.recipe_from_flags(options)
     run = run_file.read(options.run_file, flags, overrides, options.resume, recipe)
     recipe_lines = [] if recipe is None else args.lines(options, recipe, run.overrides, run_file.OFFLINE_ONLY_OPTIONS)
+    extras.check(options, {**config.as_dict(run.config), "servers": (), **run.inputs})
     log = printer_for(options)
     log(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
     objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
@@ -180,7 +177,6 @@ def _result_fields(result: Any) -> dict[str, Any]:
 
 def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     """Run rollouts for a trainer in another process, which determines the settings."""
-    needs("collector_process")
     from tracegrad import online
     from tracegrad.cli import run_file, user_functions
 
@@ -225,21 +221,6 @@ def _collect(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
         *resume_line(result.stopped, arguments, flag=""),
     )
     return result.exit_code
-
-
-def needs(module: str) -> None:
-    """Raise if a package for online training is not installed.
-
-    Raises:
-        ArgumentError: if so, with the name of the package.
-    """
-    try:
-        importlib.import_module(f"tracegrad.online.{module}")
-        importlib.import_module("tracegrad.rollout.proxy")
-    except ImportError as error:
-        raise ArgumentError(
-            f"TG-CLI-015: this command needs {error.name}, which is not installed. Run pip install 'tracegrad[online]'."
-        ) from error
 
 
 def _local_arguments(run: RunFile, has_remote_collectors: bool) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def add_to(commands: Any) -> None:
             "s3://bucket/logs --model MODEL --out s3://bucket/prepared --workers 8 --resume",
         ),
         dotted_names=option_names,
+        reason_no_effect="which only reads and aligns. Use it with tracegrad train.",
     )
     add_trace_arguments(parser, out=str, out_help="folder or URL for shards and alignment report")
     parser.add_argument("--shard-traces", type=int, default=4096, metavar="N", help="traces per shard (default 4096)")
@@ -64,31 +65,26 @@ def add_to(commands: Any) -> None:
 
 def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     options.model = folder_of(options.model)
-    reading_sections = ("data.", "map.")
-    if unused := [name for name, _ in overrides if not name.startswith(reading_sections) or name in train_options()]:
-        raise ArgumentError(
-            f"TG-CLI-019: {unused[0]} has no effect on prepare, which only reads and aligns. Use it with tracegrad "
-            "train."
-        )
     for flag in ("shard_traces", "workers", "part_bytes"):
         if getattr(options, flag) < 1:
             raise ArgumentError(
                 f"TG-CLI-020: --{flag.replace('_', '-')} is {getattr(options, flag)}. It must be at least 1."
             )
     run_config = config.load(overrides=overrides)
-    summary = prepare.prepare(
-        options.traces,
-        options.model,
-        run_config.data,
-        options.out,
-        shard_traces=options.shard_traces,
-        resume=options.resume,
-        map=run_config.map,
-        progress=ProgressBar(),
-        workers=options.workers,
-        ray_address=options.ray,
-        part_bytes=options.part_bytes,
-    )
+    with ProgressBar() as progress:
+        summary = prepare.prepare(
+            options.traces,
+            options.model,
+            run_config.data,
+            options.out,
+            shard_traces=options.shard_traces,
+            resume=options.resume,
+            map=run_config.map,
+            progress=progress,
+            workers=options.workers,
+            ray_address=options.ray,
+            part_bytes=options.part_bytes,
+        )
     steps = _next(options, run_config, summary)
     if options.json:
         print_json({**summary.as_dict(), "next": steps})

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.cli.args import Parser, add_json_flag, place, print_json, print_lines, printer_for, read_key, verb
-from tracegrad.cli.online import WARNING, needs, served
+from tracegrad.cli.online import WARNING, served
 from tracegrad.config.dotted_keys import set_values
-from tracegrad.errors import ArgumentError, TracegradError
+from tracegrad.errors import TracegradError
 from tracegrad.storage import files
 
 CLOCK_S = 2.0
@@ -35,6 +35,7 @@ def add_to(commands: Any) -> None:
             "--rewards mine.py:correct --tools mine.py:search --tasks tasks.jsonl --server URL --out recorded",
         ),
         dotted_names=option_names,
+        reason_no_effect="which does not train. Use it with tracegrad online.",
     )
     parser.add_argument(
         "contract",
@@ -76,6 +77,7 @@ def add_to(commands: Any) -> None:
             "--server http://localhost:8000 --out recorded",
             "--server http://localhost:8000 --out recorded --port 8080 --session-timeout 600",
         ),
+        reason_no_effect="whose recorded program sets its own sampling options. Remove it.",
     )
     _common(parser)
     parser.add_argument(
@@ -118,15 +120,10 @@ def _common(parser: Parser) -> None:
 
 
 def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("recording")
     from tracegrad import online
     from tracegrad.cli import user_functions
 
     base = Path.cwd()
-    if unused := [name for name, _ in overrides if name.partition(".")[0] != "rollout"]:
-        raise ArgumentError(
-            f"TG-CLI-021: {unused[0]} has no effect on record, which does not train. Use it with tracegrad online."
-        )
     rollout_arguments: dict[str, Any] = {}
     if options.contract is not None:
         result = user_functions.agent_or_environment(options.contract, base, "")
@@ -172,11 +169,6 @@ def _record(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
 
 
 def _proxy(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    needs("recording")
-    if overrides:
-        raise ArgumentError(
-            f"TG-CLI-022: {overrides[0][0]} has no effect on proxy: the recorded program sets its own sampling options."
-        )
     return asyncio.run(_serve_proxy(options))
 
 

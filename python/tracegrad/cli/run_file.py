@@ -129,7 +129,11 @@ def read(
     training_overrides = [
         (name, value) for name, value in overrides if name.partition(".")[0] not in ("engine", *PLAYING)
     ]
+    sections = (*PLAYING, "engine", *config.SECTIONS)
     for name, _ in [*file_options, *training_overrides]:
+        if (section := name.partition(".")[0]) not in sections:
+            hint = config.nearest(section, sections)
+            raise ArgumentError(f"TG-CLI-012: {path}: {name}: there is no section {section}. {hint}")
         if name in OFFLINE_ONLY_OPTIONS:
             raise ArgumentError(
                 f"TG-CLI-025: {name} has no effect on an online run. Only tracegrad train uses it. Remove it."

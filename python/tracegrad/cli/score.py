@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tracegrad.cli.args import folder_of, inputs_of, place, print_json, print_li
 from tracegrad.data.sources import expand
 from tracegrad.data.trace import write
 from tracegrad.errors import ArgumentError
+from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.storage import files
 
 
@@ -100,10 +100,6 @@ def add_to(commands: Any) -> None:
 def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
     from tracegrad import rewards
 
-    if unused := [name for name, _ in overrides if not name.startswith(("map.", "data.on_error"))]:
-        raise ArgumentError(
-            f"TG-CLI-029: {unused[0]} has no effect on score, which does not train. Use it with tracegrad train."
-        )
     if bool(options.reward) == bool(options.judge):
         raise ArgumentError("TG-CLI-030: give either --reward file.py:name or --judge URL, and not both.")
     source = options.traces
@@ -117,14 +113,22 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     files.check_not_read([cache], input_paths, "--cache")
     run_config = config.load(overrides=overrides)
     functions = user_functions.functions(options.reward, Path.cwd(), "--reward") if options.reward else []
-    counter = _Counter()
-    shared = {"cache": cache, "on_progress": counter}
+    bar, printer, started = data.ProgressBar(), ProgressPrinter(), time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        printer.tick(
+            lambda _: progress_line(
+                "scoring", [f"{done:,} of {total:,} groups"], seconds=time.monotonic() - started, done=done, total=total
+            )
+        )
+
+    shared = {"cache": cache, "on_progress": report}
     stream = data.stream(
         source,
         batch=rewards.TRACES_PER_BATCH,
         map=run_config.map,
         on_error=run_config.data.on_error,
-        progress=data.ProgressBar(),
+        progress=bar,
     )
     with rewards.SpillFile(stream) as traces:
         if options.reward:
@@ -139,7 +143,7 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             )
         else:
             result = asyncio.run(_judge(options, traces, shared))
-        counter.end()
+        printer.clear()
         write(result.parts(), options.out)
     all_failed = bool(result.counts) and result.unscored_traces == len(result.source)
     next_command = "" if all_failed else _next_command(options.out, options.model)
@@ -166,13 +170,8 @@ def _next_command(out: Path, model: Path | None) -> str:
 
 
 async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any]) -> Any:
-    try:
-        from tracegrad.rollout.client import Servers
-    except ImportError as error:
-        raise ArgumentError(
-            f"TG-CLI-031: --judge needs {error.name}, which is not installed. Run pip install 'tracegrad[online]'."
-        ) from error
     from tracegrad import rewards
+    from tracegrad.rollout.client import Servers
 
     rubric = None
     if options.rubric is not None:
@@ -244,23 +243,3 @@ def _lines(options: argparse.Namespace, result: Any, price: tuple[float, float] 
         if result.agreement == result.agreement:
             out.append(f"         two orders agree on {result.agreement:.0%} of the pairs")
     return [*out, f"written  {options.out}"]
-
-
-class _Counter:
-    """The number of scored groups, shown on one line of a terminal that is overwritten."""
-
-    def __init__(self) -> None:
-        self._next = time.monotonic() + 1
-        self._is_shown = False
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now >= self._next and sys.stderr.isatty():
-            self._next, self._is_shown = now + 0.2, True
-            sys.stderr.write(f"\rscored   {done:,} of {total:,} groups")
-            sys.stderr.flush()
-
-    def end(self) -> None:
-        """Erase the line."""
-        if self._is_shown:
-            sys.stderr.write("\r" + " " * 40 + "\r")

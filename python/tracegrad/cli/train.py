@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tracegrad import config
-from tracegrad.cli import args
+from tracegrad.cli import args, extras
 from tracegrad.cli.args import (
     add_json_flag,
     add_trace_arguments,
@@ -45,6 +45,7 @@ def add_to(commands: Any) -> None:
             "prepared --model MODEL --out runs/second --objective GSPO --optimizer.lr 2e-6 --dry-run",
         ),
         dotted_names=config.options,
+        reason_no_effect=None,
     )
     add_trace_arguments(parser, out=RunDirectory, out_help="folder or URL of the run")
     run = parser.add_argument_group("training")
@@ -97,9 +98,12 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             f"TG-CLI-035: --ranks {options.ranks} needs --dry-run and must be at least 1. A training run has the ranks "
             "that torchrun starts. Remove --ranks, or add --dry-run."
         )
-    options.model = folder_of(options.model)
     run_config, recipe_lines = _config(options, overrides)
+    extras.check(options, config.as_dict(run_config))
     objective = api.objective_of(run_config)
+    options.model = folder_of(options.model)
+    if not options.print_config and not options.dry_run:
+        extras.check_images(options.traces, options.model)
     speak, as_json = printer_for(options), options.json
     speak(*(f"# {line}" if options.print_config or options.dry_run else line for line in recipe_lines))
     if (options.print_config or options.dry_run) and not as_json:

@@ -38,10 +38,12 @@ def line(error: BaseException, arguments: Sequence[str]) -> str:
         location = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         cause = getattr(failure, "strerror", None) or type(failure).__name__
         return escape_terminal(
-            f"unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a writable folder, "
-            "run the command again, and attach the report to an issue of the project."
+            f"TG-CLI-053: unexpected {summary}{location}. No report could be written ({cause}). Set TMPDIR to a "
+            "writable folder, run the command again, and attach the report to an issue of the project."
         )
-    return escape_terminal(f"unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project.")
+    return escape_terminal(
+        f"TG-CLI-031: unexpected {summary}. Report: {path}. Read it, then attach it to an issue of the project."
+    )
 
 
 def write(error: BaseException, arguments: Sequence[str]) -> str:

@@ -57,21 +57,12 @@ def add_to(commands: Any) -> None:
 
 
 def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
-    if unused := [name for name, _ in overrides if not name.startswith("map.")]:
-        raise ArgumentError(
-            f"TG-CLI-053: {unused[0]} has no effect on view, which does not train. Use it with tracegrad train."
-        )
     if options.export is None and (options.where or options.search or options.sort):
         raise ArgumentError(
             "TG-CLI-054: --where, --search and --sort select traces for --export. Add --export FILE, or remove them."
         )
-    try:
-        from tracegrad import view
-        from tracegrad.view import app as app
-    except ModuleNotFoundError as error:
-        raise ArgumentError(
-            f"TG-CLI-055: view needs {error.name}, which is not installed. Run pip install 'tracegrad[view]'."
-        ) from error
+    from tracegrad import view
+
     field_map = config.load(overrides=overrides).map
     with view.Viewer(
         options.paths, options.index or cache.cache_folder() / "view", options.model, field_map

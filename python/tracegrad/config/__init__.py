@@ -3,7 +3,7 @@
 Names and values become frozen dataclasses, or an error with the nearest valid name.
 """
 
-from tracegrad.config.dotted_keys import join_list, nearest, scalar
+from tracegrad.config.dotted_keys import did_you_mean, join_list, nearest, scalar
 from tracegrad.config.parse import as_dict, describe, field_docs, flatten, load, options, read_toml, to_toml, update
 from tracegrad.config.schema import (
     FEATURES,
@@ -45,6 +45,7 @@ __all__ = [
     "Train",
     "as_dict",
     "describe",
+    "did_you_mean",
     "field_docs",
     "flatten",
     "join_list",

@@ -190,11 +190,28 @@ def nearest(name: str, valid_names: Iterable[str]) -> str:
     >>> nearest("trian.seed", ["train.seed", "train.epochs"]), nearest("dapo", ["GRPO", "DAPO"])
     ('Did you mean train.seed?', 'Did you mean DAPO?')
     """
-    valid_names, letters = list(valid_names), _letters(name[:80])
-    valid = {_letters(key): key for key in valid_names}
+    valid_names = list(valid_names)
+    close = _closest(name, valid_names)
+    return f"Did you mean {close}?" if close else f"Valid names: {', '.join(valid_names)}."
+
+
+def did_you_mean(value: Any, choices: Iterable[Any]) -> str:
+    """Return " Did you mean X?" for a string that is near one of the choices, otherwise an empty string.
+
+    It follows a sentence that lists the choices.
+
+    >>> did_you_mean("cosin", ["linear", "cosine"]), did_you_mean("x", ["linear", "cosine"]), did_you_mean(3, [])
+    (' Did you mean cosine?', '', '')
+    """
+    close = _closest(value, [choice for choice in choices if isinstance(choice, str)]) if type(value) is str else None
+    return f" Did you mean {close}?" if close else ""
+
+
+def _closest(name: str, valid_names: Iterable[str]) -> str | None:
+    letters, valid = _letters(name[:80]), {_letters(key): key for key in valid_names}
     same_end = [key for key in valid if key.split(".")[-1] == letters.split(".")[-1]]
     close = difflib.get_close_matches(letters, same_end or valid, 1, 0.5) or same_end
-    return f"Did you mean {valid[close[0]]}?" if close else f"Valid names: {', '.join(valid_names)}."
+    return valid[close[0]] if close else None
 
 
 def _letters(name: str) -> str:
@@ -235,7 +252,8 @@ def _rebuilt(node: Any, values: Mapping[str, Any], at: str, opening: str, finite
                 if changes[head] is not None and has_fields:
                     raise ValueError(f"set by its fields: {', '.join(leaves(entry, name))}")
             except ValueError as error:
-                raise _wrong(name, head_values[None], error, opening) from None
+                hint = _nearest_choice(head_values[None], kind)
+                raise _wrong(name, head_values[None], error, opening, hint) from None
     if isinstance(node, tuple):
         return tuple(changes.get(key, entry) for key, (_, entry) in entries.items())
     return {**node, **changes} if isinstance(node, Mapping) else replace(node, **changes)
@@ -255,10 +273,16 @@ def _has_fields(kind: Any, entry: Any) -> bool:
     return is_dataclass(entry) or (isinstance(entry, tuple) and list_item(kind) is None)
 
 
-def _wrong(name: str, value: Any, rule: object, opening: str) -> ArgumentError:
+def _nearest_choice(value: Any, kind: Any) -> str:
+    """Return " Did you mean X?" for a string that is near one of the choices of a type, otherwise an empty string."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return did_you_mean(value, [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)])
+
+
+def _wrong(name: str, value: Any, rule: object, opening: str, hint: str = "") -> ArgumentError:
     description = "huge" if isinstance(value, int) and abs(value) >= _HIGHEST else shorten(repr(value))
     if isinstance(value, (list, Mapping)):
         description = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
     return ArgumentError(
-        f"TG-CONFIG-003: {opening}{shorten(name)} is {description}. It must be {rule}. Correct it or leave it out."
+        f"TG-CONFIG-003: {opening}{shorten(name)} is {description}. It must be {rule}.{hint} Correct it or leave it out."
     )

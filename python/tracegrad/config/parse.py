@@ -97,15 +97,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         if len(data) > _MOST_BYTES or dots > _MOST_MARKS or data.count(b"[") + data.count(b"{") > _MOST_MARKS:
             raise ArgumentError(
                 f"TG-CONFIG-005: {path}: more than {_MOST_BYTES:,} bytes, {_MOST_MARKS:,} brackets or as many dots in "
-                "a line. A config with all options has about 2,000 bytes, so this is not a config. Pass another file "
-                "with --config."
+                "a line. A config with all options has about 2,000 bytes, so this is not a config. Give another file."
             )
         return tomllib.loads(data.decode("utf-8"))
     except ArgumentError:
         raise
     except OSError as error:
         raise ArgumentError(
-            f"TG-CONFIG-006: {path}: cannot be read ({error.strerror}). Pass a TOML file with --config."
+            f"TG-CONFIG-006: {path}: cannot be read ({error.strerror}). Give the path of a TOML file."
         ) from error
     except (ValueError, RecursionError) as error:  # Python raises ValueError for an integer of 5,000 digits.
         raise ArgumentError(

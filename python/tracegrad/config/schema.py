@@ -7,7 +7,7 @@ contain the reward, group, session and so on.
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from tracegrad.config.dotted_keys import Scalar
+from tracegrad.config.dotted_keys import Scalar, did_you_mean
 from tracegrad.errors import ArgumentError
 
 MOST_CHARACTERS = 1000
@@ -355,7 +355,9 @@ class Train:
         _require(0 < alpha <= 1, "train.ref_mixup_alpha", alpha, "it must be above 0 and at most 1")
         _require(0 < self.timeout_s <= 1e7, "train.timeout_s", self.timeout_s, "it must be above 0 and at most 1e7")
         unknown = [name for name in self.report_to if name not in DASHBOARDS]
-        _require(not unknown, "train.report_to", self.report_to, f"the dashboards are {', '.join(DASHBOARDS)}")
+        hint = did_you_mean(unknown[0], DASHBOARDS) if unknown else ""
+        rule = f"the dashboards are {', '.join(DASHBOARDS)}" if not hint else f"{hint[1:]} It is none of the dashboards"
+        _require(not unknown, "train.report_to", self.report_to, rule)
 
 
 @dataclass(frozen=True)

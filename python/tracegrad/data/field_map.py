@@ -112,7 +112,7 @@ class Mapper:
             if self.records and path and name not in self.kind_counts and path not in self.paths:
                 count = f"any of {self.records:,} records" if self.records > 1 else "the record"
                 raise ArgumentError(
-                    f"TG-DATA-013: --map.{name} {path} matches nothing in {count}. "
+                    f"TG-DATA-013: map.{name} {path} matches nothing in {count}. "
                     f"{nearest(path, list(self.paths)[:MOST_PATHS])}"
                 )
 
@@ -284,4 +284,4 @@ def _unfit(field: str, path: str, value: Any, accepted: str) -> BadValueError:
         f"{path} is {json_path.describe_type(value)}: {text}",
         "Name another field, or leave such records out",
     )
-    return BadValueError((problem, f"--map.{field} must name {accepted}", f"{fix}: --on-error skip"))
+    return BadValueError((problem, f"map.{field} must name {accepted}", f'{fix}: on_error="skip"'))

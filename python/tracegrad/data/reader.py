@@ -6,7 +6,6 @@ mapped, joined, converted and left out, and prints the progress line. It does no
 """
 
 import os
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,10 +24,10 @@ from tracegrad.data.sessions import Sessions
 from tracegrad.data.sources import Place, Row, Source, resolve, without_empty_files
 from tracegrad.data.trace import Line, ReadReport, Traces, add_reports
 from tracegrad.errors import CODE, ArgumentError, ReadError, TracegradError
+from tracegrad.progress import Heartbeat, ProgressPrinter, progress_line
 from tracegrad.storage import files
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
-EVERY_S, PLAIN_EVERY_S = 0.2, 30.0
 
 
 @dataclass(frozen=True)
@@ -48,57 +47,63 @@ class Progress:
     seconds: float
     done: bool = False
 
-    def line(self) -> str:
+    def line(self, seconds: float | None = None) -> str:
         """Return the progress as a line for the terminal.
 
+        Args:
+            seconds: time since the start, if it is later than that of the counts.
+
         >>> Progress(500_000_000, 1_000_000_000, 12_000, 10.0).line()
-        'read     500.0 MB of 1.0 GB (50%), 12,000 records, 50.0 MB a second, 10 s left'
+        'reading  50 %  12,000 records  500.0 MB  10 s left'
         """
-        rate = self.bytes_read / self.seconds if self.seconds > 0 else 0.0
-        share = (
-            f" of {size(self.total_bytes)} ({min(self.bytes_read / self.total_bytes, 1):.0%})"
-            if self.total_bytes
-            else ""
+        return progress_line(
+            "reading",
+            [f"{self.records:,} records", size(self.bytes_read)],
+            seconds=self.seconds if seconds is None else max(seconds, self.seconds),
+            done=self.bytes_read,
+            total=self.total_bytes,
         )
-        time_left = ""
-        if self.total_bytes and rate and not self.done:
-            time_left = f", {max(self.total_bytes - self.bytes_read, 0) / rate:.0f} s left"
-        return f"read     {size(self.bytes_read)}{share}, {self.records:,} records, {size(rate)} a second{time_left}"
 
 
 class ProgressBar:
-    """Progress line on a stream, rate-limited: every 0.2 s on a terminal, every 30 s elsewhere.
+    """Progress line of a read on a stream: every 0.2 s on a terminal, every ten seconds elsewhere.
 
-    The last call, with `done` set, clears the line.
+    The last call, with `done` set, clears the line. In a `with` block, lines also come while no batch ends, for example
+    because a batch is aligned.
+
+    Args:
+        stream: default standard error.
+        clock: returns seconds.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._terminal = self._stream.isatty()
-        self._every = EVERY_S if self._terminal else PLAIN_EVERY_S
-        self._next = time.monotonic() + (1.0 if self._terminal else self._every)
-        self._width = 0
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._printer, self._clock = ProgressPrinter(stream=stream, clock=clock), clock
+        self._last: tuple[Progress, float] | None = None
+        self._heartbeat: Heartbeat | None = None
 
     def __call__(self, progress: Progress) -> None:
         """Print the progress, unless the last line is too recent."""
-        now = time.monotonic()
         if progress.done:
-            if self._width:
-                self._write("\r" + " " * self._width + "\r")
-            return
-        if now < self._next:
-            return
-        self._next = now + self._every
-        line = progress.line()
-        if self._terminal:
-            self._write("\r" + line.ljust(self._width))
-            self._width = max(self._width, len(line))
+            self._last = None
+            self._printer.clear()
         else:
-            self._write(line + "\n")
+            self._last = progress, self._clock()
+            self.repeat()
 
-    def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+    def repeat(self) -> None:
+        """Print the last progress again, with the time that has passed since, unless the last line is too recent."""
+        if (last := self._last) is not None:
+            progress, at = last
+            self._printer.tick(lambda _: progress.line(progress.seconds + self._clock() - at))
+
+    def __enter__(self) -> "ProgressBar":
+        self._heartbeat = Heartbeat(self.repeat).__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.__exit__(*error)
+        self._printer.clear()
 
 
 def size(count: float) -> str:

@@ -169,7 +169,7 @@ _REWARD_FIELDS = ("reward", "rewards")
 _CALL_FIELDS = (*chat.SAMPLING, "logprob_kind", "policy_version", "sampling_defaults")
 _NO_CALL = (
     "Only single calls can be joined: a request with its response, or messages that end with the answer",
-    "Leave --map.session out, or write each call as {request, response}",
+    "Leave map.session out, or write each call as {request, response}",
 )
 
 _TOO_LONG = (
@@ -497,7 +497,7 @@ def _key(record: Any, path: str) -> str | None:
     raise BadValueError(
         (
             f"{path} is {json_path.describe_type(value)}",
-            "--map.session must name a text or a number that all calls of one conversation share",
+            "map.session must name a text or a number that all calls of one conversation share",
             "Name another field, or use prefix, which joins calls that continue one another",
         )
     )
@@ -512,7 +512,7 @@ def _order(record: Any, path: str) -> float:
         raise BadValueError(
             (
                 f"{path} is {json_path.describe_type(value)}",
-                "--map.order must name a number or a time such as 2026-01-31T12:00:00Z",
+                "map.order must name a number or a time such as 2026-01-31T12:00:00Z",
                 "Name another field, or leave it out: calls are then in the order of the file",
             )
         )

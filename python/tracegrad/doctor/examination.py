@@ -32,7 +32,7 @@ from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
 from tracegrad.doctor.stats import DatasetStats, SpreadSample
 from tracegrad.doctor.trace_batch import TraceBatch, Vocabulary
-from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.errors import ArgumentError, ExitCode, ReadError, TracegradError
 from tracegrad.recipes import Advice
 from tracegrad.storage.files import read_json
 
@@ -286,7 +286,7 @@ class Diagnosis:
     @property
     def exit_code(self) -> int:
         """1 if training on the file would be wrong, else 0."""
-        return int(self.severity == Severity.WRONG)
+        return (ExitCode.ERROR if self.severity == Severity.WRONG else ExitCode.DONE).value
 
     def __repr__(self) -> str:
         verdict = "clean" if self.severity is None else self.severity.name.lower()

@@ -17,8 +17,9 @@ from tracegrad.metrics.loggers import (
     finite,
     log_all,
     off_policy_estimate,
-    progress_line,
     read_rows,
+    reported_stages,
+    step_metrics_text,
     unreliable_reason,
 )
 from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicySums
@@ -64,8 +65,9 @@ __all__ = [
     "log_all",
     "moments",
     "off_policy_estimate",
-    "progress_line",
     "read_rows",
+    "reported_stages",
+    "step_metrics_text",
     "table",
     "tools",
     "unreliable_reason",

@@ -10,13 +10,14 @@ import math
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
+from tracegrad.progress import EVERY_S, Heartbeat, ProgressPrinter, progress_line, time_left
 from tracegrad.storage import files
 
 Row = Mapping[str, Any]
@@ -62,7 +63,7 @@ class JsonLines:
         except OSError as error:
             raise TracegradError(
                 f"TG-METRIC-004: {self.path}: {error.strerror}. The metrics of step {row.get('step')} are lost. "
-                "Free space there and resume with --resume."
+                "Free space there and resume with resume=True."
             ) from error
 
     def close(self) -> None:
@@ -106,15 +107,26 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """One live line by tqdm: the metrics of `progress_line`, by their names in metrics.jsonl.
+    """One live line by tqdm: the metrics of `step_metrics_text`, by their names in metrics.jsonl.
 
     Args:
         total: optimizer steps of the full run.
         done: steps before this process.
-        stream: output stream, default stderr. If it is not a terminal, a separate line is printed at most every 10 s.
+        stream: output stream, default stderr. If it is not a terminal, a separate line is printed at most every 10 s,
+            with the time left.
+        watch: stopwatch whose stages are reported if they take longer than 10 s, such as the old logprobs.
+        clock: returns seconds.
     """
 
-    def __init__(self, total: int, done: int = 0, *, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        *,
+        stream: TextIO | None = None,
+        watch: "Stopwatch | None" = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         from tqdm import tqdm
 
         self._stream = stream or sys.stderr
@@ -125,34 +137,52 @@ class Progress:
             total=total, initial=done, file=self._stream, dynamic_ncols=True, bar_format=bar_format, disable=quiet
         )
         self._last: dict[str, Any] = {}
-        self._step, self._total = done, total
+        self._step, self._total, self._start = done, total, done
         self._was_known = False
-        self._last_printed = time.monotonic()
+        self._printer = ProgressPrinter(lambda line: print(line, file=self._stream, flush=True), clock=clock)
+        self._watch = watch
+        self._heartbeat = None if watch is None else Heartbeat(self.report_stage).__enter__()
 
     def log(self, row: Row) -> None:
         """Show the row; metrics of earlier rows stay on the line."""
         self._last.update({k: v for k, v in row.items() if v is not None})
         self._was_known |= bool(row.get("ope_reliable"))
-        line = progress_line(self._last, was_known=self._was_known)
+        line = step_metrics_text(self._last, was_known=self._was_known)
         self._bar.set_description_str(line, refresh=False)
         self._bar.update(row["step"] - self._step)
         self._step = row["step"]
-        if not self._live and (self._step == self._total or time.monotonic() - self._last_printed > 10):
-            print(f"step {self._step}/{self._total}  {line}", file=self._stream, flush=True)
-            self._last_printed = time.monotonic()
+        if not self._live:
+
+            def words(seconds: float) -> str:
+                left = time_left(seconds, self._step - self._start, self._total - self._start)
+                return "  ".join(filter(None, [f"step {self._step}/{self._total}", line, left]))
+
+            self._printer.tick(words, at_once=self._step == self._total)
+
+    def report_stage(self) -> None:
+        """Print the running stage of the stopwatch, if it takes long and no line was printed lately."""
+        line = None if self._watch is None else self._watch.line()
+        if line is None:
+            return
+        if self._live:
+            self._bar.set_description_str(line)
+        else:
+            self._printer.tick(lambda _: f"step {self._step}/{self._total}  {line}")
 
     def close(self) -> None:
         """Leave the last state of the line on the screen."""
+        if self._heartbeat is not None:
+            self._heartbeat.__exit__(None, None, None)
         self._bar.refresh()
         self._bar.close()
 
 
-def progress_line(row: Row, was_known: bool = False) -> str:
+def step_metrics_text(row: Row, was_known: bool = False) -> str:
     """Return the text of the live line for a row; `was_known`: an earlier step had an off-policy estimate.
 
     >>> value = {"": 0.41, "_low": 0.33, "_high": 0.49, "_ess_fraction": 0.8, "_reliable": 1}
     >>> value = {f"ope{end}": number for end, number in value.items()}
-    >>> progress_line({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01})
+    >>> step_metrics_text({"loss": -0.0123, **value, "ratio_mean": 1.002, "clip_fraction": 0.01})
     'loss -0.0123  ope 0.410 (0.330-0.490)  ratio_mean 1.002  clip_fraction 1.0%  ope_ess_fraction 80%'
     """
     parts = []
@@ -219,11 +249,29 @@ def unreliable_reason(row: Row) -> str | None:
     return "all held-out traces have the same reward"
 
 
+STAGES = {
+    "read": "reading",
+    "align": "aligning",
+    "import": "importing torch",
+    "load": "loading the model",
+    "prepare": "packing",
+    "old": "computing old logprobs",
+    "ref": "computing reference logprobs",
+    "value": "evaluating held-out traces",
+    "train": "computing the gradient",
+    "metrics": "computing metrics",
+    "checkpoint": "saving a checkpoint",
+    "report": "writing report.html",
+}
+"""What progress lines call the stages of a stopwatch."""
+
+
 class Stopwatch:
     """Wall time by stage, in seconds.
 
     Args:
         on_begin: called with the name of each stage when it starts.
+        clock: returns seconds.
 
     >>> watch = Stopwatch()
     >>> with watch("read"):
@@ -232,15 +280,19 @@ class Stopwatch:
     ['read']
     """
 
-    def __init__(self, on_begin: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, on_begin: Callable[[str], None] | None = None, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.seconds: dict[str, float] = {}
-        self._on_begin = on_begin
+        self._on_begin, self._clock = on_begin, clock
         self._running: list[tuple[str, float]] = []
+        self._work = (0, 0)
 
     def __call__(self, stage: str) -> "Stopwatch":
         if self._on_begin is not None:
             self._on_begin(stage)
-        self._running.append((stage, time.perf_counter()))
+        self._work = (0, 0)
+        self._running.append((stage, self._clock()))
         return self
 
     def __enter__(self) -> "Stopwatch":
@@ -248,7 +300,48 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         stage, start = self._running.pop()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+        self._work = (0, 0)
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock() - start
+
+    def advance(self, done: int, total: int) -> None:
+        """Set how many steps of the running stage are done."""
+        self._work = done, total
+
+    def line(self, without: Iterable[str] = ()) -> str | None:
+        """Return the progress of the running stage; None if there is none, or for less than ten seconds.
+
+        Args:
+            without: stages that report their own progress.
+        """
+        running, (done, total) = self._running[-1:], self._work
+        for stage, start in running:
+            seconds = self._clock() - start
+            if seconds < EVERY_S or stage in without:
+                return None
+            details = [f"{done:,} of {total:,} steps"] if total else []
+            return progress_line(STAGES.get(stage, stage), details, seconds=seconds, done=done, total=total)
+        return None
+
+
+@contextmanager
+def reported_stages(
+    watch: Stopwatch, log: Callable[[str], None] | None = None, *, without: Iterable[str] = ()
+) -> Iterator[None]:
+    """Print the running stage of a stopwatch every ten seconds, until the block ends.
+
+    Args:
+        log: receives the lines; default: standard error.
+        without: stages that report their own progress.
+    """
+    printer = ProgressPrinter(log)
+
+    def beat() -> None:
+        if (line := watch.line(without)) is not None:
+            printer.tick(lambda _: line)
+
+    with Heartbeat(beat):
+        yield
+    printer.clear()
 
 
 def log_all(sinks: Iterable[Sink], row: Row) -> None:

@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.online.options import OnlineConfig, RolloutConfig
-from tracegrad.online.recording import RecordResult, record
 
 if TYPE_CHECKING:
     from tracegrad.online.collector_process import CollectResult, collect
     from tracegrad.online.logprob_gap import SyncFault
+    from tracegrad.online.recording import RecordResult, record
     from tracegrad.online.training_loop import OnlineResult, replay, train
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "train",
 ]
 _LATER = {"CollectResult": "collector_process", "collect": "collector_process", "SyncFault": "logprob_gap"}
+_LATER |= {"RecordResult": "recording", "record": "recording"}
 _LATER |= {"OnlineResult": "training_loop", "replay": "training_loop", "train": "training_loop"}
 
 

@@ -28,9 +28,9 @@ from tracegrad.online.buffer import GroupReader, GroupWriter, UnscoredGroups, un
 from tracegrad.online.logprob_gap import SyncFault, cached_response
 from tracegrad.online.options import RolloutConfig
 from tracegrad.online.server_pool import ServerPool
+from tracegrad.progress import time_left
 from tracegrad.rollout.client import measure_logprob_kind
 from tracegrad.rollout.policy import Limits
-from tracegrad.rollout.progress import format_time_left
 from tracegrad.rollout.run_agent import RolloutResult, rollout_from_record, run_rollout
 from tracegrad.rollout.token_client import Tokens
 from tracegrad.user_code import Failure
@@ -432,8 +432,8 @@ class Collector:
         done = 0
 
         def progress(seconds: float) -> str:
-            time_left = format_time_left(seconds, done, len(tasks))
-            return f"{name}: {done:,} of {len(tasks):,} tasks rolled out in {seconds:.0f} s, {time_left}"
+            remaining = time_left(seconds, done, len(tasks)) or "none is done yet"
+            return f"{name}: {done:,} of {len(tasks):,} tasks rolled out in {seconds:.0f} s, {remaining}"
 
         async def roll_out_all(*_: Any) -> list[RolloutResult]:
             await self._open()

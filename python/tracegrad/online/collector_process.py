@@ -21,6 +21,7 @@ from tracegrad.online.remote_collectors import RunState
 from tracegrad.online.rollout_workers import RolloutSpec, staleness_limit_of
 from tracegrad.online.run_info import RunInfo
 from tracegrad.online.server_pool import ServerPool
+from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.rollout.client import Servers
 from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.safetensors_file import write_bytes
@@ -84,7 +85,7 @@ def collect(
         agent=agent, environment=environment, tools=tools, rewards=rewards, weights=reward_weights
     )
     with ExitStack() as stack, Interrupt() as interrupt:
-        state = _wait_for_state(run, wait_s, interrupt)
+        state = _wait_for_state(run, wait_s, interrupt, ProgressPrinter(log))
         if state is None:
             return CollectResult(exit_code=interrupt.code("signal"))
         run_info, config = RunInfo.read(run), load_config(run / "config.toml")
@@ -118,7 +119,7 @@ def collect(
         stack.enter_context(server_pool)
         others.skipped_file = rollout_worker.file.name
         log(f"collector {mine} of {collectors}, from 0, writes rollouts to {rollout_worker.file}")
-        _follow(run, state, rollout_worker, others, interrupt)
+        _follow(run, state, rollout_worker, others, interrupt, ProgressPrinter(log))
         if rollout_worker.is_finished:
             write_bytes(folder / f"{mine}-of-{collectors}.ended", [b""])
         stopped = "tasks" if rollout_worker.is_finished else "done" if interrupt.received is None else "signal"
@@ -126,7 +127,7 @@ def collect(
     return CollectResult(*counters, stopped, interrupt.code(stopped))
 
 
-def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> RunState | None:
+def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt, printer: ProgressPrinter) -> RunState | None:
     """Wait for the state of a run that has started; None if a signal came first."""
     deadline = time.monotonic() + wait_s
     while interrupt.received is None:
@@ -137,12 +138,21 @@ def _wait_for_state(run: Path, wait_s: float, interrupt: Interrupt) -> RunState 
                 f"TG-ONLINE-018: {run}: no trainer has started within {wait_s:.0f} s. Start train with tasks=None and "
                 "this folder as out."
             )
+        printer.tick(lambda seconds: progress_line(f"waiting for a trainer in {run}", seconds=seconds))
         time.sleep(POLL_S)
     return None
 
 
-def _follow(run: Path, state: RunState, rollout_worker: Collector, others: GroupReader, interrupt: Interrupt) -> None:
+def _follow(
+    run: Path,
+    state: RunState,
+    rollout_worker: Collector,
+    others: GroupReader,
+    interrupt: Interrupt,
+    printer: ProgressPrinter,
+) -> None:
     """Apply the states that the trainer publishes, until the run ends."""
+    counts = rollout_worker.counts
     admission = _ServerAdmission(rollout_worker.server_pool.servers, state)
     rollout_worker.server_pool.servers.admission = admission.admit
     _apply_state(rollout_worker, admission, state)
@@ -163,6 +173,13 @@ def _follow(run: Path, state: RunState, rollout_worker: Collector, others: Group
         )
         if zero_std_groups:
             rollout_worker.add_zero_std_groups(zero_std_groups)
+        printer.tick(
+            lambda seconds: progress_line(
+                "rollout",
+                [f"{counts.trajectories:,} trajectories in {counts.finished:,} groups, {counts.failed:,} failed"],
+                seconds=seconds,
+            )
+        )
         time.sleep(POLL_S)
 
 

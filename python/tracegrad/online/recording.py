@@ -3,8 +3,7 @@
 The folder has the layout of a run: `tracegrad.read`, `doctor` and `train` accept its files.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,11 +17,12 @@ from tracegrad.online.collector import Collector, Failures, GroupFilter, Rollout
 from tracegrad.online.options import RolloutConfig
 from tracegrad.online.rollout_workers import RolloutSpec
 from tracegrad.online.server_pool import ServerPool
+from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.rollout.client import Servers
 from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.run_dir import RunDirectory
 
-POLL_S, LINE_S = 0.05, 10.0
+POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -139,20 +139,30 @@ def record(
             )
             stack.enter_context(server_pool)
             collector.start()
-            _wait(collector, counts, log)
+            total = len(tasks) if isinstance(tasks, Sized) else None
+            total = groups if total is None else min(total, groups or total)
+            _wait(collector, counts, None if total is None else max(total - len(done), 0), log)
         file = collector.file if counts.finished else None
         counters = counts.finished, counts.trajectories, counts.failed, len(done), counts.reward
         return RecordResult(file, *counters, counts.without_reward, counts.failures)
 
 
-def _wait(collector: Collector, counts: RolloutCounters, log: Callable[[str], None]) -> None:
-    """Wait until all tasks are rolled out, and print a line every `LINE_S` seconds."""
-    next_line = time.monotonic() + LINE_S
+def _wait(collector: Collector, counts: RolloutCounters, total: int | None, log: Callable[[str], None]) -> None:
+    """Wait until all tasks are rolled out, and print a line every ten seconds.
+
+    Args:
+        total: number of groups to roll out; None if it is unknown.
+    """
+    printer = ProgressPrinter(log)
+
+    def words(seconds: float) -> str:
+        details = [
+            f"{counts.trajectories:,} trajectories in {counts.finished:,} groups",
+            *([f"{counts.failed:,} failed"] if counts.failed else []),
+        ]
+        return progress_line("rollout", details, seconds=seconds, done=counts.finished, total=total or 0)
+
     while not collector.is_finished:
         collector.check()
         collector.wait(POLL_S)
-        if time.monotonic() > next_line:
-            next_line += LINE_S
-            log(
-                f"rollout  {counts.trajectories:,} trajectories in {counts.finished:,} groups, {counts.failed:,} failed"
-            )
+        printer.tick(words)

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
 
 from tracegrad.errors import ArgumentError, ServerError, TracegradError
-from tracegrad.rollout.progress import Progress
+from tracegrad.progress import ProgressPrinter
 
 T = TypeVar("T")
 WARN_AFTER_S = 10
@@ -116,7 +116,7 @@ class ServerPool:
             self.check()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         started_at = last_at = time.monotonic()
-        lines, has_warned = Progress(self.log), False
+        lines, has_warned = ProgressPrinter(self.log), False
         try:
             while not futures.wait([future], timeout=1.0).done:
                 unreachable, now = self._unreachable_reason(), time.monotonic()

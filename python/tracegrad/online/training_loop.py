@@ -42,9 +42,9 @@ from tracegrad.online.servers import open_servers, weight_sync_backend, weights_
 from tracegrad.online.weight_check import UnreliablePrompts, WeightSyncCheck
 from tracegrad.online.weight_sample import ProbeSampler
 from tracegrad.packing import ModelShape, Step
+from tracegrad.progress import ProgressPrinter, progress_line, time_left
 from tracegrad.recipes.recipe import objective_options
 from tracegrad.report import write_card, write_report
-from tracegrad.rollout.progress import Progress, format_time_left
 from tracegrad.storage.remote import require_local_path
 from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import Trainer, checkpoint
@@ -199,6 +199,8 @@ def train(
             rollout=rollout,
             initial_model=model,
         )
+        if ranks.first:
+            stack.enter_context(metrics.reported_stages(trainer.watch, log))
         with Interrupt() as interrupt, trainer.propagate_errors(final=True):
             stopped = loop.run(interrupt)
     return _build_result(loop, model, stopped, interrupt)
@@ -396,7 +398,7 @@ class TrainingLoop:
     def _wait_for_groups(self) -> list[tuple[GroupLocation, Traces, bool]] | None:
         """Wait for enough groups with differing rewards, or for the most groups that a step may consume."""
         assert self.rollout_worker is not None
-        limit, progress = self.rollout_worker.staleness_limit, Progress(self.log)
+        limit, progress = self.rollout_worker.staleness_limit, ProgressPrinter(self.log)
         while not self.rank_sync.should_stop():
             over = self.rollout_worker.is_finished
             new, no_signal = self.group_reader.read_new(), self.group_filter.has_no_signal
@@ -413,9 +415,12 @@ class TrainingLoop:
                 return chosen or None
             count = int(useful[-1]) if len(useful) else 0
             progress.tick(
-                lambda seconds, count=count: (
-                    f"rollout  {count} of {limit.groups} groups with unequal rewards, {seconds:.0f} s; "
-                    + format_time_left(seconds, count, limit.groups)
+                lambda seconds, count=count: progress_line(
+                    "waiting for rollouts",
+                    [f"{count} of {limit.groups} groups with unequal rewards"],
+                    seconds=seconds,
+                    done=count,
+                    total=limit.groups,
                 )
             )
             self.rollout_worker.check()
@@ -648,7 +653,7 @@ def _check_objective(run: Path, before: str, now: str) -> None:
     more = f"; and {len(names) - SHOWN_OPTIONS} more" if len(names) > SHOWN_OPTIONS else ""
     raise ArgumentError(
         f"TG-ONLINE-043: {run}: the run had another objective: {'; '.join(lines)}{more}. The replay would compute "
-        "other parameters. Omit --objective, or pass the objective of the run."
+        "other parameters. Omit objective, or pass the objective of the run."
     )
 
 
@@ -729,8 +734,9 @@ def _sinks(
 class LinePrinter:
     """Prints one line per step and per evaluation."""
 
-    def __init__(self, total: int, log: Callable[[str], None]) -> None:
-        self.total, self._print = total, log
+    def __init__(self, total: int, log: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self._print, self._clock = total, log, clock
+        self._started_at, self._first_step = clock(), 0
 
     def log(self, row: metrics.Row) -> None:
         """Print a row."""
@@ -746,7 +752,10 @@ class LinePrinter:
         if row.get("weight_check/tokens"):
             parts.append(f"weights ok ({row['weight_check/max']:.1e})")
         parts.append(f"waited {row['time/rollout_wait']:.1f} s, trained {row['time/train']:.1f} s")
-        self._print("  ".join(parts))
+        self._first_step = self._first_step or row["step"]
+        done, total = (step - self._first_step + 1 for step in (row["step"], self.total))
+        parts.append(time_left(self._clock() - self._started_at, done, total))
+        self._print("  ".join(filter(None, parts)))
 
     def close(self) -> None:
         """Do nothing: lines are not buffered."""

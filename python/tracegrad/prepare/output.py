@@ -42,7 +42,7 @@ class LocalOutput:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TracegradError(
-                f"TG-PREPARE-001: {self.path}: cannot be created ({error.strerror}). Give another --out."
+                f"TG-PREPARE-001: {self.path}: cannot be created ({error.strerror}). Give another out."
             ) from error
 
     @contextmanager
@@ -92,7 +92,7 @@ class LocalOutput:
         except OSError as error:
             raise TracegradError(
                 f"TG-PREPARE-002: {shard}: cannot be written ({error.strerror}). Free disk space and continue with "
-                "--resume."
+                "resume=True."
             ) from error
         return manifest.read(shard)
 

@@ -101,7 +101,7 @@ def records(job: Job, parts: Sequence[Part], address: str, workers: int) -> Iter
     except ray.exceptions.RayError as error:
         raise TracegradError(
             f"TG-PREPARE-006: Ray: {_last_line(str(error))}. Completed parts are kept. Install "
-            f"tracegrad {_core.__version__} on every node, fix this error, and continue with --resume."
+            f"tracegrad {_core.__version__} on every node, fix this error, and continue with resume=True."
         ) from error
     finally:
         if is_own:

@@ -239,7 +239,7 @@ def _check(place: LocalOutput | RemoteOutput, workers: int, ray: str | None) -> 
     if isinstance(place, RemoteOutput) and place.address.startswith("memory://") and (workers > 1 or ray is not None):
         raise ArgumentError(
             f"TG-PREPARE-012: {place} is in the memory of this process. Shards of other processes would be lost. Leave "
-            "out --workers and --ray, or give another --out."
+            "out workers and ray_address, or give another out."
         )
 
 
@@ -261,7 +261,7 @@ def _check_own(place: LocalOutput | RemoteOutput) -> None:
     if alien and not is_ours:
         raise ArgumentError(
             f"TG-PREPARE-013: {place} contains {escape_terminal(alien[0])[:80]!r} and is not a folder of "
-            "`prepare`. Its files could be replaced. Give another --out."
+            "`prepare`. Its files could be replaced. Give another out."
         )
 
 
@@ -315,12 +315,12 @@ def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool
         state = "of a completed `prepare`" if manifest.NAME in names else "of an interrupted `prepare`"
         raise ArgumentError(
             f"TG-PREPARE-014: {place} contains shards {state}. New shards would be mixed with them. Continue with "
-            "--resume, or give another --out."
+            "resume=True, or give another out."
         )
     if has_shards and plan["source"] == "-":
         raise ArgumentError(
             f"TG-PREPARE-015: {place} contains shards of standard input, which cannot be read again. They cannot be "
-            "resumed. Give a file, or another --out."
+            "resumed. Give a file, or another out."
         )
     if has_shards:
         _check_plan(place, plan)
@@ -329,14 +329,14 @@ def _begin(place: LocalOutput | RemoteOutput, plan: dict[str, Any], resume: bool
 
 
 def _check_plan(place: LocalOutput | RemoteOutput, plan: dict[str, Any]) -> None:
-    remedy = "Use the input and options of the first run, or give another --out."
+    remedy = "Use the input and options of the first run, or give another out."
     try:
         previous = json.loads(place.read(PLAN, 256 << 20))
         differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
             f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of these shards "
-            f"({str(error)[:80]!r}). They cannot be resumed. Give another --out."
+            f"({str(error)[:80]!r}). They cannot be resumed. Give another out."
         ) from error
     if differing:
         name = differing[0]

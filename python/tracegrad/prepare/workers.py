@@ -206,5 +206,5 @@ def _lost(part: Part, times: int, status: int) -> TracegradError:
     end = f"by signal {-status}" if status < 0 else f"with exit status {status}"
     return TracegradError(
         f"TG-PREPARE-020: {part}: its process ended {end}, {times} times. The other parts are kept. "
-        "If memory ran out, use fewer --workers or a smaller --shard-traces, and continue with --resume."
+        "If memory ran out, use fewer workers or a smaller shard_traces, and continue with resume=True."
     )

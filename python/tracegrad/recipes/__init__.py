@@ -34,6 +34,6 @@ def find(name: str) -> Recipe:
     if isinstance(getattr(presets, name, None), Objective) and name not in __all__:
         raise ArgumentError(
             f"TG-RECIPE-001: {name} is an objective without a recipe: its source does not define the advantages. Set "
-            f"--objective {name}, and choose --advantage.scale."
+            f"objective {name}, and choose advantage.scale."
         )
     return presets.load_named(name, Recipe, __name__, "recipe")

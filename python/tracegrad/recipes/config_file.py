@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tracegrad.config import did_you_mean
 from tracegrad.errors import ArgumentError
 from tracegrad.recipes.art import from_art
 from tracegrad.recipes.recipe import Recipe
@@ -26,7 +27,7 @@ def like(argument: str) -> Recipe:
     if peer not in _IMPORTERS or not file:
         raise ArgumentError(
             f"TG-RECIPE-002: --from-config {argument!r:.100} is not the name of a config. Write "
-            f"{', '.join(f'{p}:FILE' for p in _IMPORTERS)}."
+            f"{', '.join(f'{p}:FILE' for p in _IMPORTERS)}.{did_you_mean(peer, _IMPORTERS)}"
         )
     try:
         return _IMPORTERS[peer](_read(Path(file)))

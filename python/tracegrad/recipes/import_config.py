@@ -47,6 +47,8 @@ class Peer:
         unsupported: options that have no counterpart.
         ignored: patterns of options that affect how the peer runs, not what it minimises.
         differs: intended differences from the peer's numbers, by name, with {sizes} that `build` fills in.
+        warnings: options, or patterns of options, that users may expect to have an effect here: values that need no
+            warning, and the warning.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Peer:
     unsupported: Mapping[str, UnsupportedOption]
     ignored: str
     differs: Mapping[str, str]
+    warnings: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """Yield (option, value, other options to set) for each value of each option except its default."""
@@ -138,8 +141,13 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
     values: dict[str, Any] = {}
     refused: list[str] = []
     unmet: list[str] = []
+    ignored: list[tuple[str, str]] = []
     for name, value in config.items():
         raw = value.value if isinstance(value, enum.Enum) else value
+        warning = _warning(peer, name, raw)
+        is_ignored = name not in peer.unsupported and any(fnmatchcase(name, each) for each in peer.ignored.split())
+        if warning or (is_ignored and name not in peer.options):
+            ignored.append((name, warning))
         if name in peer.options:
             values[name] = _convert(peer, name, raw)
         elif name in peer.unsupported:
@@ -148,14 +156,25 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
                 (unmet if counterpart.run_only else refused).append(
                     _refusal_message(name, raw, counterpart.why, counterpart.fix)
                 )
-        elif not any(fnmatchcase(name, pattern) for pattern in peer.ignored.split()):
+        elif not is_ignored:
             fix = nearest(str(name)[:80], [*peer.options, *peer.unsupported])
             fix = fix if fix.startswith("Did") else "remove it if it does not change the method"
             refused.append(_refusal_message(str(name), raw, f"{peer.name} {peer.version} has no such option", fix))
     recipe = peer.recipe(values, [*refused, *unmet] if refused else ())
     return replace(
-        recipe, imported_options=tuple(_effects(peer, values, recipe)), unsupported=(*unmet, *recipe.unsupported)
+        recipe,
+        imported_options=tuple(_effects(peer, values, recipe)),
+        unsupported=(*unmet, *recipe.unsupported),
+        ignored_options=tuple(ignored),
     )
+
+
+def _warning(peer: Peer, name: str, value: Any) -> str:
+    """Return the warning about an option that has no effect here; empty if its value needs none."""
+    for pattern, (harmless, warning) in peer.warnings.items():
+        if fnmatchcase(name, pattern) and value not in harmless:
+            return warning
+    return ""
 
 
 def flat(config: Any, prefix: str = "", max_depth: int = _DEEPEST) -> dict[str, Any]:

@@ -31,6 +31,8 @@ class Recipe:
         differences: for an imported config, intended differences from the other trainer: name and description.
         unsupported: for an imported config, its run-only options that have no counterpart. `resolve` raises an
             error for them. They do not affect the objective.
+        ignored_options: for an imported config, its options that have no effect here: name and warning. The warning is
+            empty for an option that only affects how the other trainer runs.
 
     Raises:
         ArgumentError: for an option that does not exist or that is a field of the recipe, and for a `missing` that the
@@ -53,6 +55,7 @@ class Recipe:
     imported_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     differences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     unsupported: tuple[str, ...] = field(default=(), compare=False)
+    ignored_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name, _ in self.config:
@@ -130,6 +133,7 @@ class Recipe:
         ]
         width = max((len(name) for name, _ in self.imported_options), default=0)
         lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.imported_options]
+        lines += [f"# ignored {name}: {warning}" for name, warning in self.ignored_options if warning]
         lines += [f"# differs on purpose, {name}: {description}" for name, description in self.differences]
         return "\n".join([*lines, *(f"# refused by a run: {option}" for option in self.unsupported)])
 

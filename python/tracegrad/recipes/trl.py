@@ -350,4 +350,8 @@ TRL = Peer(
             "the weight of its row, and counts as 0 in the mean"
         ),
     },
+    warnings={
+        "use_peft": ((False, None), "a run trains LoRA adapters only if train.lora_rank is set"),
+        "use_vllm": ((True, None), "tracegrad online rolls out on vLLM; as in TRL, vllm_* have no effect on the loss"),
+    },
 )

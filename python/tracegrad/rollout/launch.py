@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.errors import ArgumentError, ServerError, escape_terminal
-from tracegrad.rollout.progress import Progress
+from tracegrad.progress import ProgressPrinter
 from tracegrad.storage import files
 
 GRACE_S = 15.0
@@ -101,7 +101,7 @@ class ServerProcess:
             ServerError: if the server ends, or is not healthy within `timeout_s`; the message quotes its log.
         """
         deadline = time.monotonic() + timeout_s
-        progress = Progress(log or (lambda _: None))
+        progress = ProgressPrinter(log or (lambda _: None))
         while time.monotonic() < deadline:
             progress.tick(
                 lambda seconds: (

@@ -46,7 +46,7 @@ def reward_column(
         )
     if not names or not np.isfinite(traces.rewards).any():
         raise ArgumentError(
-            "TG-TRAIN-002: no trace has a reward, so traces cannot be compared. Pass --map.reward PATH with the field "
+            "TG-TRAIN-002: no trace has a reward, so traces cannot be compared. Pass map.reward PATH with the field "
             "that contains the reward. tracegrad doctor lists likely fields."
         )
     has_values = np.asarray(np.isfinite(traces.rewards).any(axis=0))
@@ -55,7 +55,7 @@ def reward_column(
         named_rewards = [candidate for candidate, is_known in zip(names, has_values, strict=True) if is_known]
         raise ArgumentError(
             f"TG-TRAIN-003: no trace has a total reward, but {len(named_rewards)} rewards have names: "
-            f"{', '.join(named_rewards[:8])}. Choose the reward to train on, for example --data.reward "
+            f"{', '.join(named_rewards[:8])}. Choose the reward to train on, for example data.reward "
             f"{named_rewards[0]}."
         )
     values = traces.rewards[:, columns]
@@ -136,9 +136,9 @@ def _check_singletons(
     first = source.trace_name(int(np.flatnonzero(used)[single[0]]))
     all_single = counts.singletons == counts.groups
     advice = (
-        "Pass the field that the samples of one prompt share: --map.group PATH, or --map.group prompt."
+        "Pass the field that the samples of one prompt share: map.group PATH, or map.group prompt."
         if all_single
-        else "Pass --advantage.single_sample_group zero."
+        else "Pass advantage.single_sample_group zero."
     )
     raise ArgumentError(
         f"TG-TRAIN-006: trace '{first}' is the only trace of its group; {counts.singletons:,} of {counts.groups:,} "

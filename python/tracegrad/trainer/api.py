@@ -10,7 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +25,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config, as_dict, load
 from tracegrad.data import ProgressBar, provenance
 from tracegrad.errors import ArgumentError, redact
-from tracegrad.metrics import Sink, Stopwatch
+from tracegrad.metrics import Sink, Stopwatch, reported_stages
 from tracegrad.objective import Objective, override_all, presets
 from tracegrad.prepare.summary import IngestSummary
 from tracegrad.recipes.recipe import objective_options
@@ -141,17 +141,24 @@ def load_traces(
     if folders:
         for name in folders:
             prepare.check_prepared(name, chosen.data, chosen.map)
-        with watch("read"):
-            shards = PreparedDataset.open(folders, verify=True)
-        return shards, _summarize_shards(shards, chosen, watch)
+        with _reported(watch):
+            with watch("read"):
+                shards = PreparedDataset.open(folders, verify=True)
+            return shards, _summarize_shards(shards, chosen, watch)
     data = (
         chosen.data
         if is_first_rank() or chosen.data.on_error != "quarantine"
         else replace(chosen.data, on_error="skip")
     )
-    return prepare.load(
-        source, model, data, out, watch, map=chosen.map, progress=ProgressBar() if is_first_rank() else None
-    )
+    if not is_first_rank():
+        return prepare.load(source, model, data, out, watch, map=chosen.map)
+    with ProgressBar() as progress, reported_stages(watch, without=["read"]):
+        return prepare.load(source, model, data, out, watch, map=chosen.map, progress=progress)
+
+
+def _reported(watch: Stopwatch) -> AbstractContextManager[None]:
+    """Report the stages of a stopwatch on the first rank."""
+    return reported_stages(watch) if is_first_rank() else nullcontext()
 
 
 def _summarize_shards(shards: PreparedDataset, chosen: Config, watch: Stopwatch) -> IngestSummary:
@@ -187,7 +194,7 @@ def train_aligned(
 ) -> TrainResult:
     """Train on aligned tokens: load the model, train, and write summary.json and report.html with the given title."""
     try:
-        with watch("import"):
+        with _reported(watch), watch("import"):
             from tracegrad import trainer
             from tracegrad.trainer.lora import load_model
     except ImportError as error:
@@ -195,7 +202,7 @@ def train_aligned(
             f"TG-TRAIN-008: train needs {error.name}, which is not installed. Reading and aligning do not need it. "
             "Run: pip install 'tracegrad[train]'"
         ) from error
-    with watch("load"):
+    with _reported(watch), watch("load"):
         loaded = load_model(model)
     if isinstance(data, PreparedDataset):
         data.model = model
@@ -210,7 +217,7 @@ def train_aligned(
         provenance.write_header(out.path / "config.toml", origin)
         summary = {**_summary(chosen, account, result, watch.seconds), "provenance": origin}
         prepare.write_json(out.path / "summary.json", summary)
-        with watch("report"):
+        with _reported(watch), watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
             sequences, terms = _select_shown(data, result.terms)
             contents = {"rows": result.rows, "terms": terms, "summary": summary}

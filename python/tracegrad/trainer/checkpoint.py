@@ -219,7 +219,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
         raise OtherRunError(
             f"TG-TRAIN-010: {folder.parent}: the checkpoint has format {str(marker['format'])[:40]!r}, and this "
             f"version "
-            f"reads {FORMAT}. Resume with the version that wrote it, or start a new run from it with --model."
+            f"reads {FORMAT}. Resume with the version that wrote it, or start a new run with this folder as the model."
         )
     if marker != with_checksum(marker):
         raise ValueError(f"{MARKER!r} has another checksum than when it was written")
@@ -374,7 +374,7 @@ def _templates(folder: Path, metadata: Mapping[str, Any], parameters: Mapping[st
         raise OtherRunError(
             f"TG-TRAIN-011: {folder}: the parameters do not match the model: "
             f"{unlike[0].partition(':')[2]} is in only one of them, "
-            "or has another shape or type. Resume with the --model and the options with which the run was started."
+            "or has another shape or type. Resume with the model and the options with which the run was started."
         )
     out: dict[str, Any] = dict(parameters)
     for name, tensor in metadata.items():
@@ -727,7 +727,7 @@ def writable(out: Path) -> Iterator[None]:
     except OSError as error:
         raise TracegradError(
             f"TG-TRAIN-013: {error.filename or out}: {error.strerror}. Checkpoints cannot be written there. Pass "
-            f"another --out."
+            f"another out."
         ) from error
 
 
@@ -826,7 +826,7 @@ def _all_or_nothing(staged: Path, final: Path, ranks: Ranks) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
         raise TracegradError(
             f"TG-TRAIN-014: {final}: {reason}. This checkpoint is not written; earlier checkpoints are unchanged. "
-            "Free space, or make the folder writable, then continue with --resume."
+            "Free space, or make the folder writable, then continue with resume=True."
         ) from error
 
 

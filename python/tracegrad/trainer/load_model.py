@@ -51,10 +51,10 @@ def load_full_model(path: Path) -> Any:
     if not any((path / name).is_file() for name in WEIGHTS):
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise ReadError(
-            f"TG-TRAIN-030: {path}: the folder has no model.safetensors ({contents}). Pass --model with a folder "
+            f"TG-TRAIN-030: {path}: the folder has no model.safetensors ({contents}). Pass model with a folder "
             "written by save_pretrained."
         )
-    advice = "Pass --model with a causal model whose config.json and weights belong together"
+    advice = "Pass model with a causal model whose config.json and weights belong together"
     with reading_errors(f"{path}: transformers cannot load it as a causal language model", advice), quiet():
         _check_size(path, empty_model(path, architectures))
         loaded: Any = _auto_class(architectures).from_pretrained(
@@ -107,7 +107,7 @@ def _check_size(path: Path, model: Any) -> None:
     if weight_count > 2 * stored_bytes + (1 << 20):
         raise ReadError(
             f"TG-TRAIN-031: {path}: config.json describes {weight_count:,} weights, but the weight files have "
-            f"{stored_bytes:,} bytes. They do not belong together. Pass --model with a folder written by "
+            f"{stored_bytes:,} bytes. They do not belong together. Pass model with a folder written by "
             f"save_pretrained."
         )
 
@@ -168,14 +168,14 @@ def model_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise ReadError(
-            f"TG-TRAIN-032: {path}: the folder does not exist. Pass --model with a folder written by save_pretrained."
+            f"TG-TRAIN-032: {path}: the folder does not exist. Pass model with a folder written by save_pretrained."
         )
     try:
         config = read_json(path / "config.json")
     except (OSError, ValueError) as error:
         raise ReadError(
             f"TG-TRAIN-033: {path / 'config.json'}: {first_line(error)}. The file describes the architecture. "
-            "Pass --model with a folder written by save_pretrained."
+            "Pass model with a folder written by save_pretrained."
         ) from error
     _check_values(path / "config.json", config)
     _check_implementations(path / "config.json", config)
@@ -260,7 +260,7 @@ def _refuse_architecture(path: Path, class_name: str, architectures: list[str], 
         detail = f"{len(unexpected)} tensors do not belong to {class_name}, {unexpected[0]} first"
     raise ReadError(
         f"TG-TRAIN-036: {path}: {detail}. The loaded model would not be the policy that sampled. "
-        "Pass --model with a causal model whose config.json and weights belong together."
+        "Pass model with a causal model whose config.json and weights belong together."
     )
 
 

@@ -187,7 +187,7 @@ class _Loop:
             raise ArgumentError(
                 f"TG-TRAIN-037: {self.trainer.run_dir} contains a run; its newest checkpoint is "
                 f"{checkpoints[-1].name}. A new run would "
-                "overwrite it. Continue the run with --resume, or pass another --out."
+                "overwrite it. Continue the run with resume=True, or pass another out."
             )
         progress = self.trainer.restore(fingerprint=self.fingerprint)
         if progress is not None:
@@ -358,7 +358,7 @@ def allocate_logprobs(terms: int, folder: Path | None) -> NDArray[np.float32]:
     except OSError as error:
         raise TracegradError(
             f"TG-TRAIN-038: {folder}: {error.strerror}. The logprobs of {terms:,} trained tokens do not fit there. "
-            "Free space, or pass another --out."
+            "Free space, or pass another out."
         ) from error
     return values
 
@@ -517,10 +517,12 @@ class Epochs:
         """Recompute `known[name]` for the trained tokens of a window of steps; other entries do not change."""
         # With a KL penalty, store the results at the end: a run that stops here charges the previous batch again.
         results: list[tuple[Rows, Floats]] = []
-        with self.run.watch(name):
-            for planned in self._steps(name, window):
+        total = len({(self.plan.epoch_of(index), self.plan.packed_index(index)) for index in window})
+        with self.run.watch(name) as watch:
+            for number, planned in enumerate(self._steps(name, window)):
                 if stops():
                     return False
+                watch.advance(number, max(total, number + 1))
                 logprobs = self.compute_logprobs(planned, of)
                 laid_out = ~np.isnan(logprobs)
                 results.append((planned.terms[laid_out], logprobs[laid_out]))
@@ -616,7 +618,8 @@ class HeldOutEvaluator:
         """Compute [L] each over the held-out tokens: policy logprobs, recorded logprobs, and trace numbers."""
         results = []
         with self._epochs.run.watch("value"):
-            for rows in self._parts:
+            for number, rows in enumerate(self._parts):
+                self._epochs.run.watch.advance(number, len(self._parts))
                 planned = self._single_part or self._feed.pack_held_out(rows)
                 if len(self._parts) == 1:
                     self._single_part = planned
@@ -630,7 +633,8 @@ def _sinks(state: _Loop, sinks: Sequence[metrics.Sink] | None) -> list[metrics.S
         return list(sinks)
     config = state.trainer.config
     chosen = loggers.open_sinks(config.train.report_to, state.trainer.out, as_dict(config))
-    return [*chosen, metrics.Progress(state.plan.total, state.trainer.steps_done)]
+    trainer = state.trainer
+    return [*chosen, metrics.Progress(state.plan.total, trainer.steps_done, watch=trainer.watch)]
 
 
 class _NullSink:

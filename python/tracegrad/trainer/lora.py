@@ -257,7 +257,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
             "Pass a checkpoint of a run with train.lora_rank."
         )
     if out.exists():
-        raise ArgumentError(f"TG-TRAIN-046: {out} exists already. Pass another --out.")
+        raise ArgumentError(f"TG-TRAIN-046: {out} exists already. Pass another out.")
     model = adapted.load()
     try:
         merged = model.merge_and_unload(safe_merge=True)
@@ -283,7 +283,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         shutil.rmtree(staged, ignore_errors=True)
         raise TracegradError(
             f"TG-TRAIN-048: {out}: {first_line(error)[:200]}. The merged weights were not written. Free space, or "
-            f"pass another --out."
+            f"pass another out."
         ) from error
     return out
 

@@ -145,7 +145,7 @@ def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, 
             raise ArgumentError(
                 f"TG-TRAIN-055: {path}: the saved run was planned for {before!r:.20} optimizer steps, and this run for "
                 f"{total}. Under the schedule '{schedule.name}', step {step + 1} of {taken} would have had another "
-                f"learning rate. Use as many steps as before, or start anew with another --out and --model {path}."
+                f"learning rate. Use as many steps as before, or start anew with another out and model {path}."
             )
 
 

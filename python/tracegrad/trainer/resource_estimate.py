@@ -349,7 +349,7 @@ def _build_empty(model: Path) -> Any:
 
 
 def _config_errors(model: Path) -> AbstractContextManager[None]:
-    advice = "Memory and time cannot be estimated. Pass --model with a folder written by save_pretrained"
+    advice = "Memory and time cannot be estimated. Pass model with a folder written by save_pretrained"
     return reading_errors(f"{model}: no causal language model can be built from its config.json", advice)
 
 

@@ -393,7 +393,7 @@ def check_media(data: Sequences | Dataset, model: Any) -> list[str]:
     if not vision_encoder_modules(model) and source.has_images:
         raise ArgumentError(
             f"TG-TRAIN-064: the traces contain images, but {type(model).__name__} does not accept images. "
-            "Pass --model with the image-text model that sampled them."
+            "Pass model with the image-text model that sampled them."
         )
     count = int(source.catalog.media.sum())
     return [f"{count} traces contain images, videos or audio: tokens after them are not trained."] if count else []
@@ -443,10 +443,10 @@ def check_same(path: Path, progress: Progress, options: dict[str, Any], fingerpr
         if saved != value and not name.startswith(exempt):
             raise ArgumentError(
                 f"TG-TRAIN-066: {path}: {name} was {repr(saved)[:80]} and is now {value!r}. A resumed run must keep "
-                f"it. Set it back, or start anew with another --out and --model {path}."
+                f"it. Set it back, or start anew with another out and model {path}."
             )
     if progress.fingerprint != fingerprint:
         raise ArgumentError(
             f"TG-TRAIN-067: {path}: the traces differ from the traces with which the run was started. "
-            f"Pass the same traces, or start anew with another --out and --model {path}."
+            f"Pass the same traces, or start anew with another out and model {path}."
         )

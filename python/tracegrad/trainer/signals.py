@@ -5,6 +5,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from tracegrad.errors import ExitCode
+
 
 class Interrupt:
     """Context that records the first SIGINT or SIGTERM; a second signal ends the process as usual.
@@ -26,11 +28,11 @@ class Interrupt:
     @property
     def exit_code(self) -> int | None:
         """128 + signal number, as in shells; None without a signal."""
-        return None if self.received is None else 128 + self.received
+        return None if self.received is None else ExitCode(128 + self.received).value
 
     def code(self, stopped: str) -> int:
         """Return the exit code of a process whose run was `stopped`: `exit_code` if by a signal, else 0."""
-        return (self.exit_code or 0) if stopped == "signal" else 0
+        return (self.exit_code or ExitCode.DONE.value) if stopped == "signal" else ExitCode.DONE.value
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():

@@ -279,7 +279,7 @@ def _update(target: DistributedModel, optimizer: torch.optim.Optimizer, grad_cli
         raise TracegradError(
             f"TG-TRAIN-068: the norm of the gradient is {norm}. The update would turn every parameter into NaN, so it "
             "was not done. Lower optimizer.lr or set optimizer.grad_clip, and continue from the last checkpoint with "
-            "--resume."
+            "resume=True."
         )
     torch.nn.utils.clip_grads_with_norm_(trained, grad_clip or math.inf, full_tensor(total))
     optimizer.step()

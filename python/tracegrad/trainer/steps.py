@@ -55,7 +55,7 @@ def filter_traces(rewards: Floats, catalog: TraceTable, candidates: Flags, optio
     if options.max_staleness >= 0 and newest < 0:
         raise ArgumentError(
             "TG-TRAIN-070: filter.max_staleness has no effect: no trace records the policy version that sampled it. "
-            "Leave the option out, or pass the field that contains the version: --map.version "
+            "Leave the option out, or pass the field that contains the version: map.version "
             "PATH."
         )
     worst = TIERS.index(options.worst_level)
@@ -644,10 +644,10 @@ def _nothing_to_learn(
     if held.any() and compute_advantages(rewards, source, used | held, config).any():
         return NothingToLearn(
             "TG-TRAIN-078: every group with different rewards is held out for the off-policy estimate. There is "
-            "nothing to learn from the others. Set --data.holdout 0, or pass more groups."
+            "nothing to learn from the others. Set data.holdout 0, or pass more groups."
         )
     return NothingToLearn(
         f"TG-TRAIN-079: all {int(used.sum())} advantages are 0: rewards do not differ within any group. There is "
         "nothing to learn. Pass traces whose rewards differ within a group, or compare all traces: "
-        "--advantage.baseline batch_mean."
+        "advantage.baseline batch_mean."
     )

@@ -110,13 +110,13 @@ def check_ratios(data: Sequences | Dataset, objective: Objective, config: Config
             f"TG-TRAIN-089: {len(foreign)} of {catalog.traces} traces, '{source.trace_name(int(foreign[0]))}' first, "
             "contain text without logprobs, or text of another model or tokenizer (level T6). The ratio to this policy "
             f"is unknown. Train on such text with {TEXT_TRAINS}, or leave such turns out with "
-            "--on-error skip."
+            "data.on_error skip."
         )
     measured = np.flatnonzero(catalog.known > 0)
     if not len(measured):
         raise ArgumentError(
             f"TG-TRAIN-090: none of {catalog.all_terms} trained tokens has a recorded logprob, so the ratio to the "
-            "policy that sampled them is unknown. Train with --objective TOPR_POSITIVE, which needs no ratio."
+            "policy that sampled them is unknown. Train with objective TOPR_POSITIVE, which needs no ratio."
         )
     _check_kinds(source, measured, explicit=config.data.logprob_kind == "unknown")
     accepted = _check_sampling(source, measured, config.data.accept_truncated_sampling)
@@ -156,8 +156,8 @@ def _check_kinds(source: Dataset, measured: NDArray[np.int64], *, explicit: bool
         raise ArgumentError(
             f"TG-TRAIN-092: trace '{name}' and {len(ambiguous) - 1} more do not specify their kind of logprobs, and "
             f"the temperature {temperature_note}. Logprobs before and after temperature differ, and the ratio "
-            "would be wrong. Pass --logprob-kind raw (vLLM's default) or processed; or --logprob-kind unknown to use "
-            "them unchanged."
+            "would be wrong. Set data.logprob_kind raw (vLLM's default) or processed; or data.logprob_kind unknown to "
+            "use them unchanged."
         )
 
 

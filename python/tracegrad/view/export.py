@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from tracegrad.config import did_you_mean
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.report.page import write_page
 from tracegrad.report.token_map import Thumbnails
@@ -126,6 +127,7 @@ def _column(columns: dict[str, Any], name: str) -> Any:
     if name not in columns:
         raise ArgumentError(
             f"TG-VIEW-006: there is no column {name!r}. Nothing can be chosen by it. They are {', '.join(NAMES)}."
+            f"{did_you_mean(name, columns)}"
         )
     return columns[name]
 

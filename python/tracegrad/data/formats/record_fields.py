@@ -14,7 +14,7 @@ from tracegrad.errors import TracegradError
 
 FAILED = "failed_call"
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_FIX = "Correct the record, or leave such ones out: --on-error skip"
+_FIX = 'Correct the record, or leave such ones out: on_error="skip"'
 
 
 @contextmanager
