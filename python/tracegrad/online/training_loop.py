@@ -240,9 +240,10 @@ def replay(
     objective = objective_of(config_before) if objective is None else objective
     _check_objective(run, before.objective, repr(objective))
     config = _config(config or config_before)
-    with RunDirectory(out).lock():
+    run_dir = RunDirectory(out)
+    with run_dir.lock():
         trainer = Trainer(
-            load_model(model), objective, config, out=out, tokenizer=model, total_steps=before.online.steps
+            load_model(model), objective, config, out=run_dir, tokenizer=model, total_steps=before.online.steps
         )
         trainer.create_run_dir()
         consumed = ConsumedGroups(run)
