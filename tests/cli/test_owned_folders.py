@@ -256,6 +256,10 @@ def test_the_lock_of_a_run_records_how_it_ended(tmp_path):
     assert read_status(run.path).state == "unknown"  # it did not begin, so it did not end
     with run.lock():
         run.begin()
+        run.end("done")
+    assert read_status(run.path) == ("ended", "done")
+    with run.lock():
+        run.begin()
     assert read_status(run.path) == ("ended", "")
     for error, status in (
         (ArgumentError("TG-TRAIN-083: no"), ("failed", "TG-TRAIN-083")),

@@ -44,13 +44,13 @@ def test_every_trace_has_its_numbers_in_the_order_of_the_file(session):
     assert session.rows == 1100
     assert columns["reward"][:5].tolist() == [1, 0, 0, 0, 1]
     assert columns["advantage"][:4].tolist() == [0.75, -0.25, -0.25, -0.25]  # of a group with mean 1/4
-    assert columns["lag"][:4].tolist() == [2, 1, 0, 2]  # the newest version is 2
+    assert columns["staleness"][:4].tolist() == [2, 1, 0, 2]  # the newest version is 2
     assert columns["length"][0] == 2
     assert columns["turns"][0] == 1
     assert columns["calls"][:2].tolist() == [0, 1]
-    assert columns["tier"][0] == 0
-    assert np.isnan(columns["drift"]).all()  # nothing was aligned
-    assert np.isnan(columns["pull"]).all()  # and nothing trained
+    assert columns["level"][0] == 0
+    assert np.isnan(columns["mismatches"]).all()  # nothing was aligned
+    assert np.isnan(columns["gradient"]).all()  # and nothing trained
     assert session.tagged("tool:price").tolist() == list(range(1, 1100, 2))
     assert session.labels([3]) == [{"n": 3, "id": "t3", "group": "g0", "head": "How much is amber number 3?"}]
 
@@ -146,7 +146,7 @@ def test_a_hostile_trace_stays_text(tmp_path):
     with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         found = pieces.trace(opened, 0)
-        put_in_as_they_are = ("facts", "messages", "tokens", "drift", "why", "history")
+        put_in_as_they_are = ("facts", "messages", "tokens", "mismatches", "why", "history")
         for html in (*(found[name] for name in put_in_as_they_are), pieces.group_html(opened, 0)):
             assert not re.search("<script|<img|\u202e", html)
         page = page_of(opened, [0, 1])
@@ -174,16 +174,16 @@ def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
             pieces.message(opened, 0, 7, 0)
 
 
-def test_with_a_model_tiers_drift_and_tokens_are_those_of_align(tmp_path):
+def test_with_a_model_levels_mismatches_and_tokens_are_those_of_align(tmp_path):
     source = MODEL.parent / "traces.jsonl.zst"
     with Viewer([source], tmp_path / "index", MODEL) as opened:
         whole(opened)
         traces = tg.read(source, limit=40)
         sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", allow_unknown_ids=True)
         worst = [max(sequences.tier[a:b][sequences.tier[a:b] < 255], default=np.nan) for a, b in _spans(sequences)]
-        np.testing.assert_array_equal(opened.columns()["tier"][:40], np.array(worst, np.float32))
-        n = int(np.flatnonzero(opened.columns()["drift"] > 0)[0])
-        assert "<li><b>R" in pieces.trace(opened, n)["drift"]
+        np.testing.assert_array_equal(opened.columns()["level"][:40], np.array(worst, np.float32))
+        n = int(np.flatnonzero(opened.columns()["mismatches"] > 0)[0])
+        assert re.search("<b>R[0-9]{2} ", pieces.trace(opened, n)["mismatches"])
         found = pieces.trace(opened, 3)
         assert found["tokens"].count("data-t=") == int((tg.align(traces[3], _tokenizer()).source == 2).sum())
         exec(found["python_token"].replace("987654321", "195"), told := {})
@@ -264,9 +264,9 @@ def test_what_holds_nothing_is_refused_with_what_to_name(tmp_path):
 
 def test_what_is_exported_is_chosen_by_numbers_tags_text_and_order(session):
     assert select_rows(session, ["reward>0.5"], "", "", 3) == [0, 4, 8]
-    assert select_rows(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
+    assert select_rows(session, ["tool:price", "staleness<=0"], "", "", 2) == [5, 11]
     assert select_rows(session, [], "number 77?", "", 9) == [77]
-    assert select_rows(session, ["reward=0"], "", "lag", 2) == [3, 6]
+    assert select_rows(session, ["reward=0"], "", "staleness", 2) == [3, 6]
     with pytest.raises(ArgumentError, match=r"TG-VIEW-006.*rewards"):
         select_rows(session, ["rewards>0"], "", "", 9)
     with pytest.raises(ArgumentError, match="TG-VIEW-005"):
@@ -287,7 +287,7 @@ def test_the_command_line_exports_and_says_what(tmp_path, capsys):
     assert "Add --export FILE" in capsys.readouterr().err
 
 
-def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
+def test_runs_have_their_state_and_the_settings_that_differ(tmp_path):
     for name, rate in (("a", 0.1), ("b", 0.2)):
         run = tmp_path / name
         run.mkdir()
@@ -295,14 +295,14 @@ def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
         (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "reward": s / 9}) + "\n" for s in range(3)))
     now = time.time()
     assert state_of(tmp_path / "a", now) == "running"
-    assert state_of(tmp_path / "a", now + 999) == "ended"
+    assert state_of(tmp_path / "a", now + 999) == "stopped"
     (tmp_path / "a" / "summary.json").write_text(json.dumps({"stopped": "done", "drift": {"R01 <b>": 1}}))
     assert state_of(tmp_path / "a", now) == "done"
     html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
     assert "<td>optimizer.lr</td><td>0.1</td><td>0.2</td>" in html
     assert html.count("<polyline") == 2
     assert "R01 <b>" not in html
-    assert "Name the --out" in page([])
+    assert "--out" in page([])
 
 
 def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path, capsys):
@@ -317,9 +317,9 @@ def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path
     made_of = {"traces": [{"path": str(recorded)}], "model": {"path": str(MODEL)}}
     (tmp_path / "dapo" / "summary.json").write_text(json.dumps({"provenance": made_of}))
     html = page([tmp_path / "dapo", tmp_path / "other"], ["dapo", "other"])
-    assert "<b>dapo</b></td><td>not begun</td><td>DAPO</td><td>DAPO</td>" in html
-    assert "<b>other</b></td><td>not begun</td><td></td><td>DAPO</td>" in html
-    assert html.count("It was not asked") == 1
+    assert "<b>dapo</b></td><td>not started</td><td>DAPO</td><td>DAPO</td>" in html
+    assert "<b>other</b></td><td>not started</td><td></td><td>DAPO</td>" in html
+    assert html.count("This command writes it") == 1
     command = shlex.split(unescape(html.split('<pre class="call">')[1].split("</pre>")[0]))
     assert command[-2:] == [">", str(tmp_path / "dapo" / "doctor.json")]
     main(command[1:-2])
@@ -327,7 +327,7 @@ def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path
     (tmp_path / "dapo" / "doctor.json").write_text(said)
     finding = json.loads(said)["findings"][0]
     html = page([tmp_path / "dapo"])
-    assert "It was not asked" not in html
+    assert "This command writes it" not in html
     assert (
         f"<td>{finding['severity']}</td><td>{finding['title']}</td><td>{finding['count']} of {finding['of']} " in html
     )

@@ -201,6 +201,7 @@ def train(
         )
         with Interrupt() as interrupt, trainer.propagate_errors(final=True):
             stopped = loop.run(interrupt)
+        run_dir.end(stopped)
     return _build_result(loop, model, stopped, interrupt)
 
 
@@ -255,6 +256,7 @@ def replay(
         loop.folder = run / buffer.ROLLOUT_FOLDER
         with Interrupt() as interrupt:
             stopped = loop.run(interrupt)
+        run_dir.end(stopped)
         lines[0].close()
         return _build_result(loop, model, stopped, interrupt)
 

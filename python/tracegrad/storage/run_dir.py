@@ -47,6 +47,7 @@ class RunDirectory:
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._transferred: dict[str, tuple[int, int]] = {}
         self._is_locked = self._has_begun = False
+        self._end_reason = ""
         self.address = str(out).rstrip("/") if remote.is_address(out) else ""
         self._path = None if self.address else remote.path_of(out)
 
@@ -123,7 +124,7 @@ class RunDirectory:
             end = "stopped"  # by KeyboardInterrupt or SystemExit
             try:
                 yield
-                end = "ended"
+                end = f"ended {self._end_reason}"
             except Exception as error:
                 end = f"failed {getattr(error, 'code', None) or type(error).__name__}"
                 raise
@@ -137,8 +138,12 @@ class RunDirectory:
     def begin(self) -> None:
         """Record that the run is in progress. `lock` records how it ends. Without the lock, nothing is recorded."""
         if self._is_locked:
-            self._has_begun = True
+            self._has_begun, self._end_reason = True, ""
             _write_status(self.path, f"running {platform.node()}")
+
+    def end(self, reason: str) -> None:
+        """Set the reason that `lock` records if it ends without an error, such as "done" or "signal"."""
+        self._end_reason = reason
 
     def share(self, path: Path) -> None:
         """Use a folder that another local process created and will remove."""
@@ -235,11 +240,11 @@ class RunStatus(NamedTuple):
     Args:
         state: "running", "ended", "stopped" (by a signal), "failed" (with an error), "killed" (its process is gone and
             recorded no end), or "unknown" (nothing is recorded, or the run is on another machine).
-        error: code or type of the error of a failed run, or "".
+        detail: code or type of the error of a failed run, reason of an ended one, or "".
     """
 
     state: Literal["running", "ended", "stopped", "failed", "killed", "unknown"]
-    error: str = ""
+    detail: str = ""
 
 
 def read_status(folder: Path) -> RunStatus:
@@ -259,7 +264,9 @@ def read_status(folder: Path) -> RunStatus:
         return RunStatus("killed" if detail == platform.node() else "unknown")
     if state == "failed":
         return RunStatus("failed", detail[:80])
-    return RunStatus("ended" if state == "ended" else "stopped" if state == "stopped" else "unknown")
+    if state == "ended":
+        return RunStatus("ended", detail[:80])
+    return RunStatus("stopped" if state == "stopped" else "unknown")
 
 
 def _write_status(folder: Path, status: str) -> None:

@@ -117,7 +117,7 @@
     begin() {
       get("markdown").addEventListener("change", lay);
       addEventListener("keydown", (event) => {
-        if (event.key !== "m" || get("trace").hidden || event.target.matches("input, textarea") || event.ctrlKey || event.metaKey) return;
+        if (event.key !== "m" || get("trace").hidden || event.target.matches("input[type=search], textarea") || event.ctrlKey || event.metaKey) return;
         get("markdown").checked = !get("markdown").checked;
         lay();
       });
