@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from html import unescape
 from pathlib import Path
@@ -15,10 +17,14 @@ import pytest
 from starlette.testclient import TestClient
 
 import tracegrad as tg
-from tracegrad import config, recipes
+from tracegrad import _core, config, recipes
 from tracegrad.cli import main
+from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.view import Viewer, database, pieces, select_rows
+from tracegrad.online.buffer import GroupWriter
+from tracegrad.storage import manifest
+from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.view import Viewer, database, pieces, runs, select_rows
 from tracegrad.view.app import application
 from tracegrad.view.export import page_of
 from tracegrad.view.runs import page, state_of
@@ -31,6 +37,8 @@ from view_pages import (
     whole,
     written,
 )
+
+HERE = "http://127.0.0.1:8000"
 
 
 @pytest.fixture
@@ -333,6 +341,130 @@ def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path
     )
     (tmp_path / "dapo" / "doctor.json").write_text(json.dumps({"findings": [{"title": "<script>"}, 3], "verdict": {}}))
     assert "<script>" not in page([tmp_path / "dapo"])
+
+
+def test_ids_are_found_whole_and_in_part(session):
+    path = str(session.indexer.path)
+    assert find(path, "t77", False).rows == [77, *range(770, 780)]
+    assert find(path, "T109", False).rows == [109, *range(1090, 1100)]
+    assert find(path, "^t77$", True).rows == [77]  # an expression for an id does not cross into the text
+    assert find(path, r"t1\nHow", True).rows == []
+
+
+def test_columns_tags_levels_and_reasons_have_their_sentences(session, client):
+    meanings = client.get("/secret/state").json()["meanings"]
+    assert not set(session.columns()) - {"group"} - meanings.keys()
+    assert meanings["level:T6"] == f"Alignment level T6: {TIER_TEXT['T6']}."
+    assert meanings["mismatch:R18 date_injected"] == "Mismatch R18: the template prints a date."
+    assert set(MISMATCH_TEXT) == set(_core.DRIFT_REASONS[1:])
+    for text in meanings.values():
+        assert text.endswith(".")
+
+
+def test_the_reference_and_the_page_explain_reasons_in_the_same_words():
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "alignment.md").read_text()
+    rows = re.findall(r"^\| (R\d\d \w+) \| (.*?) \|", text, re.M)
+    assert {reason: meaning.replace("`", "") for reason, meaning in rows} == MISMATCH_TEXT
+
+
+def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
+    first = client.get("/secret/state")
+    again = client.get("/secret/state", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert "default-src 'none'" in again.headers["content-security-policy"]
+    assert client.get("/secret/state", headers={"if-none-match": '"other"'}).json() == first.json()
+
+
+def test_a_change_of_a_run_is_sent(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.25}\n')
+    pages = []
+    whole_page = runs.page
+    monkeypatch.setattr(runs, "page", lambda *chosen: pages.append(1) or whole_page(*chosen))
+    with (
+        Viewer([run], tmp_path / "index") as opened,
+        TestClient(application(opened, "secret"), base_url=HERE) as client,
+    ):
+        tag = client.get("/secret/runs").headers["etag"]
+        for _ in range(5):
+            assert client.get("/secret/runs", headers={"if-none-match": tag}).status_code == 304
+        assert len(pages) == 1  # an unchanged run costs no reading and no page
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 2, "reward": 0.75}\n')
+        changed = client.get("/secret/runs", headers={"if-none-match": tag})
+        assert "0.25 → 0.75" in changed.json()["html"]
+        with manifest.lock(run):
+            locked = client.get("/secret/runs", headers={"if-none-match": changed.headers["etag"]})
+            assert "<td>running</td>" in locked.json()["html"]
+
+
+def test_the_rollouts_of_a_run_appear_when_their_folder_does(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    with Viewer([run], tmp_path / "index") as opened:
+        assert whole(opened).rows == 0
+        with GroupWriter(run / "played") as writer:
+            writer.write([record(0), record(1)])
+        end = time.monotonic() + 60
+        while opened.rows < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert [label["id"] for label in opened.labels([0, 1])] == ["t0", "t1"]
+
+
+def test_a_run_has_the_state_that_its_lock_records(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+
+    def fail(error):
+        with run.lock():
+            run.begin()
+            raise error
+
+    assert state_of(run.path) == "not started"
+    with run.lock():
+        run.begin()
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+        assert state_of(run.path) == "running"
+        assert state_of(run.path, time.time() + 9999) == "running"  # a long step is no end
+        run.end("done")
+    assert state_of(run.path) == "done"
+    with run.lock():
+        run.begin()
+        run.end("signal")
+    assert state_of(run.path) == "stopped by a signal"
+    with pytest.raises(ValueError, match="no"):
+        fail(ValueError("no"))
+    assert state_of(run.path) == "crashed (ValueError)"
+    assert "<td>crashed (ValueError)</td>" in page([run.path])
+    with pytest.raises(KeyboardInterrupt):
+        fail(KeyboardInterrupt())
+    assert state_of(run.path) == "stopped"
+    # A later crash counts, although an earlier part of the run wrote its summary.
+    (run.path / "summary.json").write_text('{"stopped": "signal"}')
+    code = "import os, sys; from tracegrad.storage.run_dir import RunDirectory; run = RunDirectory(sys.argv[1])\n"
+    code += "with run.lock(): run.begin(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
+    assert state_of(run.path) == "crashed"
+
+
+def test_all_settings_that_differ_and_the_mismatches_of_two_runs_are_tables(tmp_path, monkeypatch):
+    counts = {"a": {"R18 date_injected": {"traces": 2, "tokens": 1234}}, "b": {"R01 noncanonical_bpe": {"traces": 5}}}
+    for name, report in counts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"drift": report, "recorded": 200, "exact": 150}))
+    monkeypatch.setattr(runs, "_config", lambda path: {f"setting.{n}": f"{path.name}{n}" for n in range(99)})
+    html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
+    for n in range(99):
+        assert f"<tr><td>setting.{n}</td><td>a{n}</td><td>b{n}</td></tr>" in html
+    table = html.split("<h2>Alignment mismatches</h2>")[1]
+    assert "a: 25 % of 200 recorded tokens" in table
+    heads = re.findall('<th scope="col">(.*?)</th>', table)
+    assert heads == ["mismatch", "a: traces", "a: tokens", "b: traces", "b: tokens"]
+    rows = [re.findall('<td class="n">(.*?)</td>', row) for row in table.split("<tr>")[2:]]
+    assert rows == [["0", "0", "5", "?"], ["2", "1,234", "0", "0"]]
+    assert f'title="Mismatch R18: {MISMATCH_TEXT["R18 date_injected"]}."' in table
 
 
 def test_what_searches_is_there_before_it_is_asked(client):

@@ -54,8 +54,8 @@ def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
 def version(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
     """Return a text that changes when `page` can change, without reading the files of the runs."""
     stats = [_stat(run / name) for run in runs for name in _READ]
-    status = [read_status(run) for run in runs]
-    return repr((stats, status, _selected(_names(runs), chosen), int(time.time() // _QUIET_S)))
+    status = [(read_status(run), _is_recent(run, time.time())) for run in runs]
+    return repr((stats, status, _selected(_names(runs), chosen)))
 
 
 def state_of(run: Path, now: float | None = None) -> str:
@@ -70,11 +70,9 @@ def state_of(run: Path, now: float | None = None) -> str:
         return f"crashed ({status.detail})" if status.detail else "crashed"
     if status.state == "ended":
         return _STOPPED.get(status.detail, status.detail[:40]) or "ended"
-    summary, metrics_file = _json(run / "summary.json"), run / "metrics.jsonl"
-    changed = metrics_file.stat().st_mtime if metrics_file.is_file() else 0.0
-    finished = (run / "summary.json").stat().st_mtime if summary else 0.0
-    is_recent = (time.time() if now is None else now) - changed < _QUIET_S
-    if status.state == "unknown" and changed > finished + _QUIET_S / 30 and is_recent:
+    summary, changed = _json(run / "summary.json"), _changed(run / "metrics.jsonl")
+    is_newer = changed > (_changed(run / "summary.json") if summary else 0.0) + _QUIET_S / 30
+    if status.state == "unknown" and is_newer and _is_recent(run, time.time() if now is None else now):
         return "running"
     if status.state == "unknown" and (reason := summary.get("stopped")):
         return _STOPPED.get(str(reason), str(reason)[:40])
@@ -87,6 +85,16 @@ def _stat(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns
+
+
+def _changed(path: Path) -> float:
+    """Return when a file was changed, in seconds since the epoch. 0 if there is none."""
+    status = _stat(path)
+    return status[1] / 1e9 if status else 0.0
+
+
+def _is_recent(run: Path, now: float) -> bool:
+    return now - _changed(run / "metrics.jsonl") < _QUIET_S
 
 
 def _selected(names: Iterable[str], chosen: Sequence[str]) -> list[str]:
@@ -241,9 +249,7 @@ def _doctor(run: Path, name: str) -> str:
     findings = diagnosis.get("findings")
     if not isinstance(findings, list):
         command = _doctor_command(run)
-        instruction = (
-            f'<p>No doctor.json. This command writes it:</p><pre class="call">{escape(command)}</pre>'
-        )
+        instruction = f'<p>No doctor.json. This command writes it:</p><pre class="call">{escape(command)}</pre>'
         return title + instruction if command else ""
     valid = [finding for finding in findings[:_MOST_FINDINGS] if isinstance(finding, dict)]
     rows = []
