@@ -1,6 +1,6 @@
 """Draw docs/view.png: the page of `tracegrad view` on the bundled traces. Needs Chromium and playwright.
 
-    python tools/draw_view.py docs/view.png
+python tools/draw_view.py docs/view.png
 """
 
 from __future__ import annotations

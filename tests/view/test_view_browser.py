@@ -453,7 +453,7 @@ def test_a_picture_stands_in_its_message_with_and_without_markdown(page, tmp_pat
     with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
-        picture = page.locator("article .said img")
+        picture = page.locator("article .content img")
         sync_api.expect(picture).to_be_visible()
         assert picture.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [96, 64]
         page.keyboard.press("m")
@@ -541,7 +541,7 @@ def test_a_message_that_cannot_be_laid_out_is_shown_as_it_was_sent(page, tmp_pat
         })()""")
         page.check("#markdown")
         assert page.locator("article.assistant .rendered strong").inner_text() == "good"
-        assert page.locator("article.user .said").inner_text() == "> bad"
+        assert page.locator("article.user .content").inner_text() == "> bad"
         assert page.locator("article.user .rendered").count() == 0
         page.goto("about:blank")
         served.close()

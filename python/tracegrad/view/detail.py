@@ -157,20 +157,20 @@ def _message(
     labels += [str(name)[:80]] if name else []
     contents = message_parts(message)
     calls = "".join(_call(name, arguments, whole) for name, arguments in tool_calls(message))
-    body = f'<div class="said">{message_html(contents, index, 0, whole, show)}</div>' if contents else ""
+    body = f'<div class="content">{message_html(contents, index, 0, whole, show)}</div>' if contents else ""
     return f'<article class="{kind}"><h3>{escape(" · ".join(labels))}</h3>{body}{calls}</article>'
 
 
-def message_html(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
+def message_html(parts: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
     """Return at most `whole` characters of a message from `start` on, with a button for more.
 
     Args:
-        said: texts and images, as `message_parts` returns them.
+        parts: texts and images, as `message_parts` returns them.
         show: renders the image of a digest.
     """
-    total = sum(len(text) + 1 for text, _ in said) - 1
+    total = sum(len(text) + 1 for text, _ in parts) - 1
     out, offset, end = [], 0, min(start + whole, total)
-    for text, digest in said:
+    for text, digest in parts:
         if not digest:
             out.append(escape(f"{text}\n"[max(start - offset, 0) : max(end - offset, 0)]))
         elif start <= offset < end:

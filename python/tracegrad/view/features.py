@@ -19,6 +19,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import NO_TIER, TIERS
 from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
+from tracegrad.view.meanings import NOT_ALIGNABLE
 
 _HANDLE = re.compile("blake3:([0-9a-f]{64})")  # Reading replaces an image by this handle.
 _HEAD = 160  # Characters of the line in the list.
@@ -112,7 +113,7 @@ def _aligned(traces: Traces, tokenizer: Tokenizer) -> tuple[NDArray[np.float64],
     out = np.full(len(traces), math.nan)
     out[kept] = levels
     reasons_by_row = {kept[row]: names for row, names in reasons.items()}
-    return out, reasons_by_row | {row: {"could not be aligned"} for row in lost}
+    return out, reasons_by_row | {row: {NOT_ALIGNABLE} for row in lost}
 
 
 def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, set[str]]]:

@@ -23,6 +23,8 @@ COLUMN_TEXT = {
     "trained_advantage": "Mean advantage of the trained tokens, in the newest step.",
 }
 """One sentence for each column of the list."""
+NOT_ALIGNABLE = "could not be aligned"
+"""Reason of a trace for which `align` failed."""
 UNALIGNED = "Between T2 and T5: name the tokenizer with --model to align the trace."
 """Tooltip of a trace whose level only alignment can determine."""
 
@@ -50,4 +52,5 @@ def meanings() -> dict[str, str]:
     """Return sentences by column (`staleness`) and by tag (`level:T0`, `mismatch:R18 date_injected`)."""
     levels = {f"level:{level}": level_text(level) for level in TIER_TEXT}
     reasons = {f"mismatch:{reason}": mismatch_text(reason) for reason in MISMATCH_TEXT}
+    reasons[f"mismatch:{NOT_ALIGNABLE}"] = "The trace could not be aligned, and it is not trained."
     return {**COLUMN_TEXT, **levels, **reasons, "unaligned": UNALIGNED}

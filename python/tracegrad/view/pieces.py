@@ -130,7 +130,7 @@ def side_by_side(session: Viewer, rows: Mapping[int, int]) -> str:
         reward = "no reward" if trace.reward is None else f"reward {number(trace.reward)}"
         head = f'<h3><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h3>'
         columns.append(
-            f'<article class="beside">{head}<div class="said">{_mark_differences(answers[0], words)}</div></article>'
+            f'<article class="beside">{head}<div class="content">{_mark_differences(answers[0], words)}</div></article>'
         )
     return f'<div class="columns">{"".join(columns)}</div>'
 

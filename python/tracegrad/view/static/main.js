@@ -5,7 +5,7 @@
   const get = (id) => document.getElementById(id);
   const QUIET_MS = 2000, READING_MS = 700;
   let state = {rows: -1, steps: -1, problems: [], tags: []}, searches = 0, lost = "", refused = "", shown = null;
-  const search = {q: "", regex: false, rows: []};
+  const search = {q: "", regex: false, rows: [], next: null}; // next: the row to continue from, null at the end
 
   function tell() { get("problem").textContent = [lost, refused, ...state.problems].filter(Boolean).join("\n"); }
   function fails(error) { refused = error.message || String(error); tell(); }
@@ -71,7 +71,7 @@
       if (state.rows !== before.rows || state.steps !== before.steps) {
         tg.set(state.names, await tg.store.columns(state.names));
         for (const name of tg.tags.keys()) tg.setTag(name, await tg.store.tag(name));
-        if (search.q) await find(before.rows); // only new rows
+        if (search.q) await find(search.next === null ? before.rows : search.next); // only new rows
         tags();
         changed();
         if (before.steps >= 0 && state.steps !== before.steps && !get("trace").hidden) await tg.trace.refresh();
@@ -97,11 +97,12 @@
   async function find(start) {
     const own = ++searches;
     if (start === 0) search.rows = [];
+    search.next = start;
     while (start !== null) {
       const answer = await tg.store.search(search.q, search.regex, start);
       if (own !== searches) return false;
       search.rows = search.rows.concat(answer.rows);
-      start = answer.next;
+      start = search.next = answer.next;
       tg.setMatches(search.rows);
       tg.apply();
       tg.list.draw(changed);
