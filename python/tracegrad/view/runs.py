@@ -239,7 +239,7 @@ def _count(counts: Any, key: str) -> str:
     """Return a count of a mismatch reason: "0" for a run without this reason, "?" for a value that is no count."""
     if counts is None:
         return "0"
-    value = counts.get(key) if isinstance(counts, Mapping) else None
+    value: Any = counts.get(key) if isinstance(counts, Mapping) else None
     return number(value) if _is_number(value) else "?"
 
 
