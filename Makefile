@@ -32,7 +32,7 @@ USES_TORCH := $(addprefix tests/,model/test_policy.py model/test_policy_loss.py 
 FUZZERS := records events templates tokenizers shards checkpoints tables prepared images bodies addresses scores
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -152,6 +152,9 @@ docs: $(VENV)/dev  ## the figures and tables of docs/ that come from runs
 
 layout: $(VENV)/dev  ## the picture of the packages in DESIGN.md, from the imports
 	$(BIN)/python tools/draw_layout.py docs/layout.svg
+
+screenshot: $(VENV)/dev  ## the picture of the viewer in README.md; needs Chromium
+	$(BIN)/python tools/draw_view.py docs/view.png
 
 site: $(VENV)/dev  ## the pages of docs/ and of the public names in out/site, warnings being errors, links looked at
 	$(BIN)/python .ci/site/build.py out/site

@@ -179,6 +179,8 @@ def measured(browser: Browser, path: Path, index: Path, most_s: float) -> dict[s
     back = f"document.getElementById('rows').scrollTop = 0; const before = {FIRST}; "
     sort = back + "document.querySelector('[data-sort=length]').click()"
     found["sort"] = spent(page, sort, f"{FIRST} !== before && {DRAWN}")
+    page.click("#filters summary")
+    page.wait_for_selector("#histograms figure[data-name=reward] g[role=button]")
     bar = "document.querySelector('#histograms figure[data-name=reward] g[role=button]')"
     said = "document.getElementById('state').textContent"
     dispatch = f"const before = {said}; {bar}.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))"

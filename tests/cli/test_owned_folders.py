@@ -15,7 +15,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.online import OnlineConfig, RolloutConfig
 from tracegrad.online.run_info import RunInfo
 from tracegrad.storage import files, manifest
-from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.storage.run_dir import RunDirectory, read_status
 from tracegrad.trainer import api
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -137,7 +137,7 @@ def test_a_prepared_folder_is_no_folder_of_a_run(tmp_path):
 def test_two_runs_in_one_folder_are_kept_apart(tmp_path, verb, capsys):
     """The second is refused before it reads: what cannot be read would be put aside into the folder of the first."""
     code = (
-        "import sys; from tracegrad.storage.run_dir import RunDirectory\n"
+        "import sys; from tracegrad.storage.run_dir import RunDirectory, read_status\n"
         "with RunDirectory(sys.argv[1]).lock(): print('in', flush=True); sys.stdin.read()"
     )
     (tmp_path / "t.jsonl").write_text("no record\n")
@@ -240,3 +240,55 @@ def test_an_exported_page_does_not_replace_its_traces(tmp_path, name):
 def test_the_lock_of_a_run_says_whose_it_is(tmp_path):
     with RunDirectory(tmp_path / "out").lock():
         assert (tmp_path / "out" / manifest.LOCK).read_bytes() == b"tracegrad run\n"
+
+
+def fail(run, error):
+    with run.lock():
+        run.begin()
+        raise error
+
+
+def test_the_lock_of_a_run_records_how_it_ended(tmp_path):
+    run = RunDirectory(tmp_path / "out")
+    assert read_status(run.path).state == "unknown"
+    with run.lock():
+        assert read_status(run.path).state == "running"  # by the lock alone
+        (run.path / "config.toml").touch()  # an empty folder would be removed
+    assert read_status(run.path).state == "unknown"  # it did not begin, so it did not end
+    with run.lock():
+        run.begin()
+        run.end("done")
+    assert read_status(run.path) == ("ended", "done")
+    with run.lock():
+        run.begin()
+    assert read_status(run.path) == ("ended", "")
+    for error, status in (
+        (ArgumentError("TG-TRAIN-083: no"), ("failed", "TG-TRAIN-083")),
+        (ValueError("secret"), ("failed", "ValueError")),
+        (KeyboardInterrupt(), ("stopped", "")),
+    ):
+        with pytest.raises(type(error)):
+            fail(run, error)
+        assert read_status(run.path) == status
+    with pytest.raises(ArgumentError), run.lock():
+        raise ArgumentError("TG-TRAIN-083: refused before it began")
+    assert read_status(run.path) == ("stopped", "")  # as before
+
+
+def test_a_killed_run_is_known_by_its_free_lock(tmp_path):
+    code = """
+import sys, time
+from tracegrad.storage.run_dir import RunDirectory
+run = RunDirectory(sys.argv[1])
+with run.lock():
+    run.begin()
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert read_status(tmp_path / "out").state == "running"
+        process.kill()
+    assert read_status(tmp_path / "out").state == "killed"
+    (tmp_path / "out" / manifest.LOCK).write_bytes(b"tracegrad run\nrunning another-machine\n")
+    assert read_status(tmp_path / "out").state == "unknown"

@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 from html import unescape
 from pathlib import Path
@@ -15,10 +17,14 @@ import pytest
 from starlette.testclient import TestClient
 
 import tracegrad as tg
-from tracegrad import config, recipes
+from tracegrad import _core, config, recipes
 from tracegrad.cli import main
+from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
 from tracegrad.errors import ArgumentError, ReadError
-from tracegrad.view import Viewer, database, pieces, select_rows
+from tracegrad.online.buffer import GroupWriter
+from tracegrad.storage import manifest
+from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.view import Viewer, database, pieces, runs, select_rows
 from tracegrad.view.app import application
 from tracegrad.view.export import page_of
 from tracegrad.view.runs import page, state_of
@@ -32,6 +38,8 @@ from view_pages import (
     written,
 )
 
+HERE = "http://127.0.0.1:8000"
+
 
 @pytest.fixture
 def client(session):
@@ -44,13 +52,13 @@ def test_every_trace_has_its_numbers_in_the_order_of_the_file(session):
     assert session.rows == 1100
     assert columns["reward"][:5].tolist() == [1, 0, 0, 0, 1]
     assert columns["advantage"][:4].tolist() == [0.75, -0.25, -0.25, -0.25]  # of a group with mean 1/4
-    assert columns["lag"][:4].tolist() == [2, 1, 0, 2]  # the newest version is 2
+    assert columns["staleness"][:4].tolist() == [2, 1, 0, 2]  # the newest version is 2
     assert columns["length"][0] == 2
     assert columns["turns"][0] == 1
     assert columns["calls"][:2].tolist() == [0, 1]
-    assert columns["tier"][0] == 0
-    assert np.isnan(columns["drift"]).all()  # nothing was aligned
-    assert np.isnan(columns["pull"]).all()  # and nothing trained
+    assert columns["level"][0] == 0
+    assert np.isnan(columns["mismatches"]).all()  # nothing was aligned
+    assert np.isnan(columns["gradient"]).all()  # and nothing trained
     assert session.tagged("tool:price").tolist() == list(range(1, 1100, 2))
     assert session.labels([3]) == [{"n": 3, "id": "t3", "group": "g0", "head": "How much is amber number 3?"}]
 
@@ -146,7 +154,7 @@ def test_a_hostile_trace_stays_text(tmp_path):
     with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         found = pieces.trace(opened, 0)
-        put_in_as_they_are = ("facts", "messages", "tokens", "drift", "why", "history")
+        put_in_as_they_are = ("facts", "messages", "tokens", "mismatches", "why", "history")
         for html in (*(found[name] for name in put_in_as_they_are), pieces.group_html(opened, 0)):
             assert not re.search("<script|<img|\u202e", html)
         page = page_of(opened, [0, 1])
@@ -174,16 +182,16 @@ def test_a_long_message_is_folded_and_comes_in_parts(tmp_path):
             pieces.message(opened, 0, 7, 0)
 
 
-def test_with_a_model_tiers_drift_and_tokens_are_those_of_align(tmp_path):
+def test_with_a_model_levels_mismatches_and_tokens_are_those_of_align(tmp_path):
     source = MODEL.parent / "traces.jsonl.zst"
     with Viewer([source], tmp_path / "index", MODEL) as opened:
         whole(opened)
         traces = tg.read(source, limit=40)
         sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", allow_unknown_ids=True)
         worst = [max(sequences.tier[a:b][sequences.tier[a:b] < 255], default=np.nan) for a, b in _spans(sequences)]
-        np.testing.assert_array_equal(opened.columns()["tier"][:40], np.array(worst, np.float32))
-        n = int(np.flatnonzero(opened.columns()["drift"] > 0)[0])
-        assert "<li><b>R" in pieces.trace(opened, n)["drift"]
+        np.testing.assert_array_equal(opened.columns()["level"][:40], np.array(worst, np.float32))
+        n = int(np.flatnonzero(opened.columns()["mismatches"] > 0)[0])
+        assert re.search("<b>R[0-9]{2} ", pieces.trace(opened, n)["mismatches"])
         found = pieces.trace(opened, 3)
         assert found["tokens"].count("data-t=") == int((tg.align(traces[3], _tokenizer()).source == 2).sum())
         exec(found["python_token"].replace("987654321", "195"), told := {})
@@ -264,9 +272,9 @@ def test_what_holds_nothing_is_refused_with_what_to_name(tmp_path):
 
 def test_what_is_exported_is_chosen_by_numbers_tags_text_and_order(session):
     assert select_rows(session, ["reward>0.5"], "", "", 3) == [0, 4, 8]
-    assert select_rows(session, ["tool:price", "lag<=0"], "", "", 2) == [5, 11]
+    assert select_rows(session, ["tool:price", "staleness<=0"], "", "", 2) == [5, 11]
     assert select_rows(session, [], "number 77?", "", 9) == [77]
-    assert select_rows(session, ["reward=0"], "", "lag", 2) == [3, 6]
+    assert select_rows(session, ["reward=0"], "", "staleness", 2) == [3, 6]
     with pytest.raises(ArgumentError, match=r"TG-VIEW-006.*rewards"):
         select_rows(session, ["rewards>0"], "", "", 9)
     with pytest.raises(ArgumentError, match="TG-VIEW-005"):
@@ -287,7 +295,7 @@ def test_the_command_line_exports_and_says_what(tmp_path, capsys):
     assert "Add --export FILE" in capsys.readouterr().err
 
 
-def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
+def test_runs_have_their_state_and_the_settings_that_differ(tmp_path):
     for name, rate in (("a", 0.1), ("b", 0.2)):
         run = tmp_path / name
         run.mkdir()
@@ -295,14 +303,14 @@ def test_runs_say_their_state_and_what_they_were_told_differently(tmp_path):
         (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "loss": s / 9}) + "\n" for s in range(3)))
     now = time.time()
     assert state_of(tmp_path / "a", now) == "running"
-    assert state_of(tmp_path / "a", now + 999) == "ended"
+    assert state_of(tmp_path / "a", now + 999) == "stopped"
     (tmp_path / "a" / "summary.json").write_text(json.dumps({"stopped": "done", "drift": {"R01 <b>": 1}}))
     assert state_of(tmp_path / "a", now) == "done"
     html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
     assert "<td>optimizer.lr</td><td>0.1</td><td>0.2</td>" in html
     assert html.count("<polyline") == 2
     assert "R01 <b>" not in html
-    assert "Name the --out" in page([])
+    assert "--out" in page([])
 
 
 def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path, capsys):
@@ -317,9 +325,9 @@ def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path
     made_of = {"traces": [{"path": str(recorded)}], "model": {"path": str(MODEL)}}
     (tmp_path / "dapo" / "summary.json").write_text(json.dumps({"provenance": made_of}))
     html = page([tmp_path / "dapo", tmp_path / "other"], ["dapo", "other"])
-    assert "<b>dapo</b></td><td>not begun</td><td>DAPO</td><td>DAPO</td>" in html
-    assert "<b>other</b></td><td>not begun</td><td></td><td>DAPO</td>" in html
-    assert html.count("It was not asked") == 1
+    assert "<b>dapo</b></td><td>not started</td><td>DAPO</td><td>DAPO</td>" in html
+    assert "<b>other</b></td><td>not started</td><td></td><td>DAPO</td>" in html
+    assert html.count("This command writes it") == 1
     command = shlex.split(unescape(html.split('<pre class="call">')[1].split("</pre>")[0]))
     assert command[-2:] == [">", str(tmp_path / "dapo" / "doctor.json")]
     main(command[1:-2])
@@ -327,12 +335,136 @@ def test_runs_say_the_recipe_that_they_follow_and_what_the_doctor_found(tmp_path
     (tmp_path / "dapo" / "doctor.json").write_text(said)
     finding = json.loads(said)["findings"][0]
     html = page([tmp_path / "dapo"])
-    assert "It was not asked" not in html
+    assert "This command writes it" not in html
     assert (
         f"<td>{finding['severity']}</td><td>{finding['title']}</td><td>{finding['count']} of {finding['of']} " in html
     )
     (tmp_path / "dapo" / "doctor.json").write_text(json.dumps({"findings": [{"title": "<script>"}, 3], "verdict": {}}))
     assert "<script>" not in page([tmp_path / "dapo"])
+
+
+def test_ids_are_found_whole_and_in_part(session):
+    path = str(session.indexer.path)
+    assert find(path, "t77", False).rows == [77, *range(770, 780)]
+    assert find(path, "T109", False).rows == [109, *range(1090, 1100)]
+    assert find(path, "^t77$", True).rows == [77]  # an expression for an id does not cross into the text
+    assert find(path, r"t1\nHow", True).rows == []
+
+
+def test_columns_tags_levels_and_reasons_have_their_sentences(session, client):
+    meanings = client.get("/secret/state").json()["meanings"]
+    assert not set(session.columns()) - {"group"} - meanings.keys()
+    assert meanings["level:T6"] == f"Alignment level T6: {TIER_TEXT['T6']}."
+    assert meanings["mismatch:R18 date_injected"] == "Mismatch R18: the template prints a date."
+    assert set(MISMATCH_TEXT) == set(_core.DRIFT_REASONS[1:])
+    for text in meanings.values():
+        assert text.endswith(".")
+
+
+def test_the_reference_and_the_page_explain_reasons_in_the_same_words():
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "alignment.md").read_text()
+    rows = re.findall(r"^\| (R\d\d \w+) \| (.*?) \|", text, re.M)
+    assert {reason: meaning.replace("`", "") for reason, meaning in rows} == MISMATCH_TEXT
+
+
+def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
+    first = client.get("/secret/state")
+    again = client.get("/secret/state", headers={"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert "default-src 'none'" in again.headers["content-security-policy"]
+    assert client.get("/secret/state", headers={"if-none-match": '"other"'}).json() == first.json()
+
+
+def test_a_change_of_a_run_is_sent(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.25}\n')
+    pages = []
+    whole_page = runs.page
+    monkeypatch.setattr(runs, "page", lambda *chosen: pages.append(1) or whole_page(*chosen))
+    with (
+        Viewer([run], tmp_path / "index") as opened,
+        TestClient(application(opened, "secret"), base_url=HERE) as client,
+    ):
+        tag = client.get("/secret/runs").headers["etag"]
+        for _ in range(5):
+            assert client.get("/secret/runs", headers={"if-none-match": tag}).status_code == 304
+        assert len(pages) == 1  # an unchanged run costs no reading and no page
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write('{"step": 2, "reward": 0.75}\n')
+        changed = client.get("/secret/runs", headers={"if-none-match": tag})
+        assert "0.25 → 0.75" in changed.json()["html"]
+        with manifest.lock(run):
+            locked = client.get("/secret/runs", headers={"if-none-match": changed.headers["etag"]})
+            assert "<td>running</td>" in locked.json()["html"]
+
+
+def test_the_rollouts_of_a_run_appear_when_their_folder_does(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    with Viewer([run], tmp_path / "index") as opened:
+        assert whole(opened).rows == 0
+        with GroupWriter(run / "played") as writer:
+            writer.write([record(0), record(1)])
+        end = time.monotonic() + 60
+        while opened.rows < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert [label["id"] for label in opened.labels([0, 1])] == ["t0", "t1"]
+
+
+def test_a_run_has_the_state_that_its_lock_records(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+
+    def fail(error):
+        with run.lock():
+            run.begin()
+            raise error
+
+    assert state_of(run.path) == "not started"
+    with run.lock():
+        run.begin()
+        (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+        assert state_of(run.path) == "running"
+        assert state_of(run.path, time.time() + 9999) == "running"  # a long step is no end
+        run.end("done")
+    assert state_of(run.path) == "done"
+    with run.lock():
+        run.begin()
+        run.end("signal")
+    assert state_of(run.path) == "stopped by a signal"
+    with pytest.raises(ValueError, match="no"):
+        fail(ValueError("no"))
+    assert state_of(run.path) == "crashed (ValueError)"
+    assert "<td>crashed (ValueError)</td>" in page([run.path])
+    with pytest.raises(KeyboardInterrupt):
+        fail(KeyboardInterrupt())
+    assert state_of(run.path) == "stopped"
+    # A later crash counts, although an earlier part of the run wrote its summary.
+    (run.path / "summary.json").write_text('{"stopped": "signal"}')
+    code = "import os, sys; from tracegrad.storage.run_dir import RunDirectory; run = RunDirectory(sys.argv[1])\n"
+    code += "with run.lock(): run.begin(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
+    assert state_of(run.path) == "crashed"
+
+
+def test_all_settings_that_differ_and_the_mismatches_of_two_runs_are_tables(tmp_path, monkeypatch):
+    counts = {"a": {"R18 date_injected": {"traces": 2, "tokens": 1234}}, "b": {"R01 noncanonical_bpe": {"traces": 5}}}
+    for name, report in counts.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(json.dumps({"drift": report, "recorded": 200, "exact": 150}))
+    monkeypatch.setattr(runs, "_config", lambda path: {f"setting.{n}": f"{path.name}{n}" for n in range(99)})
+    html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
+    for n in range(99):
+        assert f"<tr><td>setting.{n}</td><td>a{n}</td><td>b{n}</td></tr>" in html
+    table = html.split("<h2>Alignment mismatches</h2>")[1]
+    assert "a: 25 % of 200 recorded tokens" in table
+    heads = re.findall('<th scope="col">(.*?)</th>', table)
+    assert heads == ["mismatch", "a: traces", "a: tokens", "b: traces", "b: tokens"]
+    rows = [re.findall('<td class="n">(.*?)</td>', row) for row in table.split("<tr>")[2:]]
+    assert rows == [["0", "0", "5", "?"], ["2", "1,234", "0", "0"]]
+    assert f'title="Mismatch R18: {MISMATCH_TEXT["R18 date_injected"]}."' in table
 
 
 def test_what_searches_is_there_before_it_is_asked(client):

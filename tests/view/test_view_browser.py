@@ -21,6 +21,8 @@ sync_api = pytest.importorskip("playwright.sync_api")
 
 import tracegrad as tg
 from tracegrad.config import load
+from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
+from tracegrad.online.buffer import GroupWriter
 from tracegrad.view import Viewer, export_page
 from tracegrad.view.app import application
 from view_pages import HOSTILE, MODEL, record, whole, written
@@ -106,6 +108,27 @@ def page(browser):
     assert not wrong
 
 
+PREFIX = "run-2026-11-28/task-0017/attempt-of-the-same-prompt-"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """40 traces whose ids share a long prefix: number n is about `amber number n`."""
+    folder = tmp_path_factory.mktemp("small")
+    traces = written(folder / "t.jsonl", [record(n, id=f"{PREFIX}{n}") for n in range(40)])
+    with Viewer([traces], folder / "index") as session:
+        served = Served(whole(session))
+        yield served.url
+        served.close()
+
+
+def ids(page):
+    """The ids of the rows that are in the page, in their order."""
+    page.wait_for_function("[...document.querySelectorAll('.row b')].every((each) => each.textContent !== '…')")
+    rows = page.evaluate("[...document.querySelectorAll('.row b')].map((b) => [b.closest('.row').id, b.textContent])")
+    return [name for _, name in sorted(rows, key=lambda row: int(row[0].removeprefix("row-")))]
+
+
 def says(page, text):
     """Waits until the count at the top says so."""
     sync_api.expect(page.locator("#state")).to_have_text(text)
@@ -124,6 +147,7 @@ def test_the_list_is_sorted_filtered_and_searched(page, url):
     assert first == "104"
     page.click("[data-sort=length]")
     assert page.locator("[data-sort=length]").inner_text() == "length ↑"
+    page.click("#filters summary")
     page.locator("#histograms figure[data-name=reward] g[role=button]").last.click()
     says(page, re.compile(" of 2,561 traces$"))
     good = int(listed(page).split(" ")[0].replace(",", ""))
@@ -146,7 +170,6 @@ def test_the_list_is_sorted_filtered_and_searched(page, url):
 def test_keys_walk_through_the_list_the_traces_and_the_tokens(page, url):
     page.goto(url)
     page.wait_for_selector(".row b:text('g0000-0')")
-    page.focus("#rows")
     page.keyboard.press("j")
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
@@ -167,10 +190,207 @@ def test_keys_walk_through_the_list_the_traces_and_the_tokens(page, url):
     assert page.locator("#token").inner_text() == said
 
 
+def opens(page, n):
+    """Presses Enter, and waits for the trace with this number."""
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("h1:visible")).to_have_text(f"{PREFIX}{n}")
+
+
+def test_keys_work_from_the_start_after_escape_and_after_a_search(page, small):
+    page.goto(small)
+    says(page, "40 traces")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    opens(page, 1)
+    page.keyboard.press("j")
+    sync_api.expect(page.locator("h1:visible")).to_have_text(f"{PREFIX}2")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#list:not([hidden])")
+    page.keyboard.press("j")
+    opens(page, 3)  # the list continues at the trace that was open
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#list:not([hidden])")
+    page.keyboard.press("/")
+    page.keyboard.type("number 3")
+    says(page, "11 of 40 traces")  # 3 and 30 to 39
+    page.keyboard.press("Escape")
+    assert page.locator("#query").input_value() == "number 3"
+    page.keyboard.press("j")
+    opens(page, 30)
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#list:not([hidden])")
+    page.fill("#query", "number 2")
+    says(page, "11 of 40 traces")
+    page.keyboard.press("Enter")  # of the search field
+    sync_api.expect(page.locator("#rows")).to_be_focused()
+    page.keyboard.press("j")
+    opens(page, 20)
+
+
+def test_tab_reaches_the_list_soon_and_the_column_titles_after_it(page, small):
+    page.goto(small)
+    says(page, "40 traces")
+    focused = []
+    while "rows" not in focused and len(focused) < 6:
+        page.keyboard.press("Tab")
+        focused.append(page.evaluate("document.activeElement.id"))
+    assert len(focused) <= 5
+    assert focused[-1] == "rows"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.dataset.sort") == "reward"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    sync_api.expect(page.locator("[data-sort=advantage]")).to_be_focused()
+    sync_api.expect(page.locator("[data-sort=advantage]")).to_have_text("advantage ↓")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "export"
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (375, 800)])
+def test_the_list_starts_above_the_fold_and_the_address_has_the_state_of_the_histograms(page, small, size):
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.goto(small)
+    says(page, "40 traces")
+    assert not page.locator("#histograms").is_visible()
+    assert page.locator(".row").nth(4).bounding_box()["y"] < size[1] / 2
+    page.click("#filters summary")
+    page.wait_for_selector("#histograms svg")
+    page.wait_for_function("location.hash.includes('histograms=1')")
+    page.reload()
+    page.wait_for_selector("#histograms svg")
+
+
+def test_the_address_has_the_list_and_back_undoes_a_change(page, small):
+    page.goto(small)
+    says(page, "40 traces")
+    page.fill("#query", "number 1")
+    says(page, "11 of 40 traces")
+    page.click("[data-sort=staleness]")
+    page.click("[data-sort=staleness]")
+    page.click("#filters summary")
+    page.click("[data-tag='tool:price']")
+    says(page, "6 of 40 traces")  # 1, 11, 13, 15, 17, 19
+    page.locator("#histograms figure[data-name=staleness] g[role=button]").first.click()
+    says(page, "2 of 40 traces")  # version n % 3 of at most 2: 11 and 17
+    shared, order = page.url, ids(page)
+    assert order == [f"{PREFIX}11", f"{PREFIX}17"]
+    page.reload()
+    says(page, "2 of 40 traces")
+    page.goto("about:blank")
+    page.goto(shared)
+    says(page, "2 of 40 traces")
+    assert ids(page) == order
+    assert page.locator("#query").input_value() == "number 1"
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article")
+    page.go_back()
+    says(page, "2 of 40 traces")
+    page.click("#clear")
+    says(page, "40 traces")
+    page.go_back()
+    says(page, "2 of 40 traces")
+    page.goto(small + "#list?q=number+1&sort=staleness:up")
+    says(page, "11 of 40 traces")
+    # version 2 has staleness 0: 11, 14, 17; version 1 has 1: 1, 10, 13, 16, 19; version 0 has 2: 12, 15, 18
+    assert ids(page) == [f"{PREFIX}{n}" for n in (11, 14, 17, 1, 10, 13, 16, 19, 12, 15, 18)]
+    page.goto(small + "#list?q=number+1&sort=none&filter=reward:x..y&filter=none:0..1&tag=none&run=none")
+    says(page, "0 of 40 traces")  # no trace has this tag
+
+
+def test_back_leads_through_the_changes_of_one_page(page, small):
+    page.goto(small)
+    says(page, "40 traces")
+    page.click("[data-sort=turns]")
+    page.fill("#query", "number 1")
+    says(page, "11 of 40 traces")
+    page.go_back()
+    says(page, "40 traces")
+    assert page.locator("#query").input_value() == ""
+    assert page.locator("[data-sort=turns]").inner_text() == "turns ↓"
+    page.go_back()
+    sync_api.expect(page.locator("[data-sort=turns]")).to_have_text("turns")
+    page.go_forward()
+    page.go_forward()
+    says(page, "11 of 40 traces")
+
+
+def test_ids_are_found_and_distinguishable_on_a_narrow_page(page, small):
+    page.set_viewport_size({"width": 375, "height": 800})
+    page.goto(small)
+    says(page, "40 traces")
+    assert ids(page)[:3] == [f"{PREFIX}{n}" for n in range(3)]
+    visible = page.evaluate("""[...document.querySelectorAll('.row')].slice(0, 9).map((row) => {
+        const cell = row.querySelector('.trace').getBoundingClientRect(), end = row.querySelector('b .end');
+        const box = end.getBoundingClientRect();
+        return [end.textContent, box.width > 0 && box.left >= cell.left && box.right <= cell.right];
+    })""")
+    assert visible == [[f"{PREFIX}{n}"[-10:], True] for n in range(9)]
+    page.fill("#query", f"{PREFIX}7")
+    says(page, "1 of 40 traces")
+    page.fill("#query", "task-0017")
+    says(page, "40 traces")
+    page.fill("#query", "PROMPT-3")
+    says(page, "11 of 40 traces")
+
+
+def test_levels_reasons_and_staleness_have_a_sentence(page, url, small):
+    page.goto(small)
+    says(page, "40 traces")
+    level = f"Alignment level T0: {TIER_TEXT['T0']}."
+    assert page.locator(f'.row [title="{level}"]').count() > 5
+    assert "Policy versions between" in page.locator("[data-sort=staleness]").get_attribute("title")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article")
+    assert page.locator(f'#facts [title="{level}"]').inner_text() == "level\nT0"
+    assert page.locator("#facts [title^='Policy versions between']").count() == 1
+    reason = "R03 lossy_text"
+    page.goto(url + f"#list?histograms=1&tag=mismatch:{reason}")
+    says(page, "26 of 2,561 traces")
+    sentence = f"Mismatch R03: {MISMATCH_TEXT[reason]}."
+    assert page.locator(f"[data-tag='mismatch:{reason}']").get_attribute("title") == sentence
+    page.keyboard.press("Enter")
+    page.wait_for_selector("article")
+    assert page.locator(f"table.mismatches td[title='{sentence}']").count() >= 1
+
+
+def faults(page):
+    """The serious and critical faults that axe finds in the page."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page).response["violations"]
+    return [(fault["id"], fault["nodes"][0]["html"]) for fault in found if fault["impact"] in ("serious", "critical")]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 375])
+def test_a_checker_finds_no_serious_fault(browser, url, scheme, width):
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE_MS)
+    page = context.new_page()
+    page.goto(url)
+    for part, selector in (
+        ("#list", ".row"),
+        ("#list?histograms=1&sort=gradient&tag=mismatch:R03 lossy_text", "#histograms svg"),
+        ("#trace-3", "button.step"),
+        ("#runs", "#runs-page svg"),
+    ):
+        page.evaluate("(hash) => { location.hash = hash; }", part)
+        page.wait_for_selector(f"{selector} >> visible=true")
+        assert faults(page) == [], part
+        if "mismatch" in part:
+            says(page, "26 of 2,561 traces")
+            page.keyboard.press("Enter")
+            page.wait_for_selector("table.mismatches >> visible=true")
+            assert faults(page) == []
+    page.evaluate("document.body.append(document.createElement('input'))")
+    assert [name for name, _ in faults(page)] == ["label"]  # the checker finds what is there
+    context.close()
+
+
 def test_a_trace_of_a_run_shows_what_each_step_made_of_it(page, url):
     page.goto(url)
     page.wait_for_selector(".row b:text('g0000-0')")
-    page.click("[data-sort=pull]")
+    page.click("[data-sort=gradient]")
     page.locator(".row").first.click()
     page.wait_for_selector("button.step >> nth=1")
     assert page.locator("button.step").count() == 2
@@ -183,7 +403,7 @@ def test_a_trace_of_a_run_shows_what_each_step_made_of_it(page, url):
     assert page.locator("[data-t]").first.get_attribute("data-n") != numbers
     page.keyboard.press("6")
     assert page.locator("#by-entropy").is_checked()
-    page.click("text=its group side by side")
+    page.click("text=compare its group")
     page.wait_for_selector(".beside mark")
     page.click("#to-runs")
     page.wait_for_selector("input[data-run=first]")
@@ -199,7 +419,7 @@ def test_a_hostile_trace_runs_nothing(page, url):
     page.goto(url)
     page.wait_for_selector(".row")
     page.fill("#query", "alert(1)")
-    page.wait_for_selector(".row b:text('script')")
+    page.wait_for_selector(".row b:has-text('script')")
     page.wait_for_timeout(200)
 
 
@@ -233,7 +453,7 @@ def test_a_picture_stands_in_its_message_with_and_without_markdown(page, tmp_pat
     with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
         page.goto(served.url + "#trace-0")
-        picture = page.locator("article .said img")
+        picture = page.locator("article .content img")
         sync_api.expect(picture).to_be_visible()
         assert picture.evaluate("one => [one.naturalWidth, one.naturalHeight]") == [96, 64]
         page.keyboard.press("m")
@@ -289,19 +509,21 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
-def test_markdown_that_is_made_to_take_long_does_not_and_is_whole(page, tmp_path, name):
-    text, letter = LONG[name]
-    traces = written(tmp_path / "t.jsonl", [record(1, messages=[{"role": "assistant", "content": text}])])
+def test_markdown_that_is_made_to_take_long_does_not_and_is_whole(page, tmp_path):
+    said = [[{"role": "assistant", "content": text}] for text, _ in LONG.values()]
+    traces = written(tmp_path / "t.jsonl", [record(n, messages=messages) for n, messages in enumerate(said)])
+    click = "document.getElementById('markdown').click()"
     with Viewer([traces], tmp_path / "index") as session:
         served = Served(whole(session))
-        page.goto(served.url + "#trace-0")
-        page.click("article button.more")
-        page.wait_for_selector("article button.more", state="detached")
-        click = "document.getElementById('markdown').click()"
-        spent = page.evaluate(f"(() => {{ const t = performance.now(); {click}; return performance.now() - t; }})()")
-        assert spent < 20_000  # 120,000 characters by the square are more
-        assert page.locator(".rendered").evaluate("each => each.textContent").count(letter) == text.count(letter)
+        for n, (name, (text, letter)) in enumerate(LONG.items()):
+            page.goto("about:blank")
+            page.goto(f"{served.url}#trace-{n}")
+            page.click("article button.more")
+            page.wait_for_selector("article button.more", state="detached")
+            timed = f"(() => {{ const t = performance.now(); {click}; return performance.now() - t; }})()"
+            assert page.evaluate(timed) < 20_000, name  # 120,000 characters by the square are more
+            shown = page.locator(".rendered").evaluate("each => each.textContent")
+            assert shown.count(letter) == text.count(letter), name
         page.goto("about:blank")
         served.close()
 
@@ -319,7 +541,7 @@ def test_a_message_that_cannot_be_laid_out_is_shown_as_it_was_sent(page, tmp_pat
         })()""")
         page.check("#markdown")
         assert page.locator("article.assistant .rendered strong").inner_text() == "good"
-        assert page.locator("article.user .said").inner_text() == "> bad"
+        assert page.locator("article.user .content").inner_text() == "> bad"
         assert page.locator("article.user .rendered").count() == 0
         page.goto("about:blank")
         served.close()
@@ -353,6 +575,33 @@ def test_the_page_follows_a_file_that_grows(page, tmp_path):
         served.close()
 
 
+def test_new_metrics_rollouts_and_matches_appear_without_a_reload(page, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    metrics = written(run / "metrics.jsonl", [{"step": 1, "reward": 0.25}])
+    traces = written(tmp_path / "t.jsonl", [record(1), record(2)])
+    with Viewer([traces, run], tmp_path / "index") as session:
+        served = Served(whole(session))
+        asked = []
+        page.on("response", lambda response: asked.append((response.url.rsplit("/", 1)[1], response.status)))
+        page.goto(served.url + "#runs")
+        page.wait_for_selector("td:text('0.25 → 0.25')")
+        with open(metrics, "a") as file:
+            file.write(json.dumps({"step": 2, "reward": 0.75}) + "\n")
+        page.wait_for_selector("td:text('0.25 → 0.75')")
+        page.click("#to-list")
+        page.fill("#query", "number 1")
+        says(page, "1 of 2 traces")
+        with GroupWriter(run / "played") as writer:  # the folder did not exist before
+            writer.write([record(3, id="new 3"), record(1, id="new 1")])
+            says(page, "2 of 4 traces")
+        page.wait_for_timeout(2500)
+        assert ("state", 304) in asked  # nothing new is a short answer
+        page.goto("about:blank")
+        served.close()
+
+
 def test_the_exported_page_needs_no_server(page, run, tmp_path):
     hostile = written(tmp_path / "hostile.jsonl", [record(1, id=HOSTILE, messages=_hostile())])
     with Viewer([SOURCE, hostile, run], tmp_path / "index", MODEL) as session:
@@ -372,7 +621,7 @@ def test_the_exported_page_needs_no_server(page, run, tmp_path):
     says(page, "6 traces")
     page.locator(".row").nth(1).click()
     page.wait_for_selector("[data-t]")
-    page.click("text=its group side by side")
+    page.click("text=compare its group")
     page.wait_for_selector(".beside")
     page.click("#to-runs")
     page.wait_for_selector("#runs-page svg")
@@ -392,8 +641,3 @@ def test_the_command_serves_until_it_is_told_to_end(page, tmp_path):
     finally:
         served.kill()
         served.wait()
-
-
-def _is_wrong(said):
-    """An error of the page; not the answer to an expression that is none, which is meant."""
-    return said.type == "error" and "400" not in said.text

@@ -203,6 +203,7 @@ def train(
             stack.enter_context(metrics.reported_stages(trainer.watch, log))
         with Interrupt() as interrupt, trainer.propagate_errors(final=True):
             stopped = loop.run(interrupt)
+        run_dir.end(stopped)
     return _build_result(loop, model, stopped, interrupt)
 
 
@@ -242,9 +243,10 @@ def replay(
     objective = objective_of(config_before) if objective is None else objective
     _check_objective(run, before.objective, repr(objective))
     config = _config(config or config_before)
-    with RunDirectory(out).lock():
+    run_dir = RunDirectory(out)
+    with run_dir.lock():
         trainer = Trainer(
-            load_model(model), objective, config, out=out, tokenizer=model, total_steps=before.online.steps
+            load_model(model), objective, config, out=run_dir, tokenizer=model, total_steps=before.online.steps
         )
         trainer.create_run_dir()
         consumed = ConsumedGroups(run)
@@ -256,6 +258,7 @@ def replay(
         loop.folder = run / buffer.ROLLOUT_FOLDER
         with Interrupt() as interrupt:
             stopped = loop.run(interrupt)
+        run_dir.end(stopped)
         lines[0].close()
         return _build_result(loop, model, stopped, interrupt)
 

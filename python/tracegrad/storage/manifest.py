@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -185,7 +186,7 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
             f"TG-STORE-010: {folder}: cannot be written ({error.strerror}). Choose another folder."
         ) from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_exclusively(handle)
     except BlockingIOError:
         os.close(handle)
         raise ArgumentError(
@@ -204,6 +205,35 @@ def lock(folder: Path, mark: bytes = b"") -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process writes in a folder: it has the lock. None if that cannot be determined."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+
+
+def _lock_exclusively(handle: int) -> None:
+    """Lock a file. The lock of `is_locked` lasts for microseconds, so a held lock is tried again."""
+    for pause_s in (0.01, 0.05):
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(pause_s)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def clear_drafts(folder: Path, *names: str) -> None:

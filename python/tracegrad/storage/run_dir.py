@@ -4,7 +4,9 @@
 """
 
 import atexit
+import contextlib
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from tracegrad.errors import ArgumentError, ReadError, TracegradError, escape_terminal, redact
 from tracegrad.storage import manifest, remote, safetensors_file
@@ -21,6 +24,7 @@ CHECKPOINTS_PREFIX = "checkpoints/"
 _TRANSFERS = 8
 _MARK = b"tracegrad run\n"
 """Content of the lock file in a run's folder."""
+_MOST_STATUS = 1000
 _PRELIMINARY = re.compile(r"\.quarantine\.(raw|jsonl)$|\.tmp$|^unaligned-.*\.jsonl$")
 """Matches files that are written before a run starts."""
 
@@ -42,7 +46,8 @@ class RunDirectory:
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
         self._transferred: dict[str, tuple[int, int]] = {}
-        self._is_locked = False
+        self._is_locked = self._has_begun = False
+        self._end_reason = ""
         self.address = str(out).rstrip("/") if remote.is_address(out) else ""
         self._path = None if self.address else remote.path_of(out)
 
@@ -116,12 +121,29 @@ class RunDirectory:
             ) from error
         with manifest.lock(self.path, _MARK):
             self._is_locked = True
+            end = "stopped"  # by KeyboardInterrupt or SystemExit
             try:
                 yield
+                end = f"ended {self._end_reason}"
+            except Exception as error:
+                end = f"failed {getattr(error, 'code', None) or type(error).__name__}"
+                raise
             finally:
-                self._is_locked = False
+                if self._has_begun:
+                    _write_status(self.path, end)
+                self._is_locked = self._has_begun = False
                 if is_new and [path.name for path in self.path.iterdir()] == [manifest.LOCK]:
                     shutil.rmtree(self.path, ignore_errors=True)
+
+    def begin(self) -> None:
+        """Record that the run is in progress. `lock` records how it ends. Without the lock, nothing is recorded."""
+        if self._is_locked:
+            self._has_begun, self._end_reason = True, ""
+            _write_status(self.path, f"running {platform.node()}")
+
+    def end(self, reason: str) -> None:
+        """Set the reason that `lock` records if it ends without an error, such as "done" or "signal"."""
+        self._end_reason = reason
 
     def share(self, path: Path) -> None:
         """Use a folder that another local process created and will remove."""
@@ -210,6 +232,48 @@ class RunDirectory:
 
     def _address_of(self, name: str) -> str:
         return remote.join_address(self.address, *name.split("/"))
+
+
+class RunStatus(NamedTuple):
+    """How far a run has come, as its lock file records it.
+
+    Args:
+        state: "running", "ended", "stopped" (by a signal), "failed" (with an error), "killed" (its process is gone and
+            recorded no end), or "unknown" (nothing is recorded, or the run is on another machine).
+        detail: code or type of the error of a failed run, reason of an ended one, or "".
+    """
+
+    state: Literal["running", "ended", "stopped", "failed", "killed", "unknown"]
+    detail: str = ""
+
+
+def read_status(folder: Path) -> RunStatus:
+    """Return the status of the run in a folder, from its lock file and the lock itself. It never fails."""
+    if manifest.is_locked(folder):
+        return RunStatus("running")
+    try:
+        with safetensors_file.open_file(folder / manifest.LOCK) as file:
+            content = file.read(_MOST_STATUS)
+    except ReadError:
+        return RunStatus("unknown")
+    words = content.removeprefix(_MARK).decode("utf-8", "replace").split()
+    if not content.startswith(_MARK) or not words:
+        return RunStatus("unknown")
+    state, detail = words[0], " ".join(words[1:])
+    if state == "running":  # The lock of another machine may be invisible here.
+        return RunStatus("killed" if detail == platform.node() else "unknown")
+    if state == "failed":
+        return RunStatus("failed", detail[:80])
+    if state == "ended":
+        return RunStatus("ended", detail[:80])
+    return RunStatus("stopped" if state == "stopped" else "unknown")
+
+
+def _write_status(folder: Path, status: str) -> None:
+    """Replace the line below the mark of the lock file. A full disk must not end a run here."""
+    with contextlib.suppress(OSError), open(folder / manifest.LOCK, "r+b") as file:
+        file.write(_MARK + status.encode("utf-8", "replace") + b"\n")
+        file.truncate()
 
 
 def _for_all(transfer: Callable[[str], None], names: Iterable[str]) -> None:

@@ -137,6 +137,7 @@ def train(
         try:
             with Interrupt() as interrupt, trainer.propagate_errors(final=True):
                 stopped = loop.run([loop.lines, *chosen_sinks], rows, interrupt)
+            trainer.run_dir.mirror.end(stopped)
         finally:
             loop.epochs.close()
             loop.keeper.close()

@@ -430,6 +430,7 @@ class Trainer:
             if self.ranks.first:
                 self.run_dir.clear()
                 write_bytes(self.out / "config.toml", [redact(to_toml(self.config)).encode()])
+                self.run_dir.mirror.begin()
         self._started = True
 
     def _check_inputs(

@@ -4,6 +4,7 @@
 every response allows only the page's own files.
 """
 
+import hashlib
 import hmac
 import json
 import sqlite3
@@ -92,7 +93,8 @@ class _App:
         return Response(STYLES[name]() if name in STYLES else pieces.read(name), media_type=kind)
 
     async def state(self, request: Request) -> Response:
-        return _Json(await run_in_threadpool(self.session.state))
+        version = await run_in_threadpool(self.session.version)
+        return await _unless_unchanged(request, version, self.session.state)
 
     async def columns(self, request: Request) -> Response:
         columns = await run_in_threadpool(self.session.columns)
@@ -134,7 +136,8 @@ class _App:
 
     async def runs(self, request: Request) -> Response:
         chosen = request.query_params.getlist("run")
-        return _Json({"html": await run_in_threadpool(runs.page, self.session.runs, chosen)})
+        version = await run_in_threadpool(runs.version, self.session.runs, chosen)
+        return await _unless_unchanged(request, version, lambda: {"html": runs.page(self.session.runs, chosen)})
 
     async def export(self, request: Request) -> Response:
         wanted = _rows(request)
@@ -169,6 +172,14 @@ class _AccessGuard:
             await send(message)
 
         await self.app(scope, receive, send_with_headers)
+
+
+async def _unless_unchanged(request: Request, version: str, content: Callable[[], Any]) -> Response:
+    """Return the content as JSON, or 304 without computing it if the request names the current version."""
+    tag = f'"{hashlib.sha256(version.encode("utf-8", "surrogateescape")).hexdigest()[:32]}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"etag": tag})
+    return _Json(await run_in_threadpool(content), headers={"etag": tag})
 
 
 def _with_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

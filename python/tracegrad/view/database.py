@@ -1,8 +1,8 @@
 """Store the index on disk in SQLite, which is part of Python.
 
-The tables have one row per trace, its text, a trigram index of the text, its record, and tags. The numbers of many
-traces are stored in one block, so that 100,000 load within a few milliseconds. This module does not interpret traces:
-`features` fills it, and `search` and `app` query it.
+The tables have one row per trace, its text, a trigram index of its id and text, its record, and tags. The numbers of
+many traces are stored in one block, so that 100,000 load within a few milliseconds. This module does not interpret
+traces: `features` fills it, and `search` and `app` query it.
 """
 
 import sqlite3
@@ -24,17 +24,18 @@ COLUMNS = (
     "messages",
     "calls",
     "characters",
-    "tier",
-    "drift",
+    "level",
+    "mismatches",
     "version",
     "group",
     "source",
 )
 """Numbers of a trace, NaN if unknown. `group` and `source` are codes."""
 
-_FORMAT = 1
+FORMAT = 2
+"""Version of the tables. An index of another version is not used."""
 _SCHEMA = """
-    CREATE TABLE told(name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+    CREATE TABLE property(name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
     CREATE TABLE block(first INTEGER PRIMARY KEY, numbers BLOB);
     CREATE TABLE trace(n INTEGER PRIMARY KEY, id TEXT, grp TEXT, head TEXT, place INTEGER, text TEXT);
     CREATE TABLE record(n INTEGER PRIMARY KEY, data BLOB);
@@ -83,7 +84,7 @@ def connect(path: Path, *, write: bool = False) -> sqlite3.Connection:
             connection.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF; PRAGMA temp_store=MEMORY;")
             if new:
                 connection.executescript(_SCHEMA)
-                connection.execute("INSERT INTO told VALUES('format', ?)", (str(_FORMAT),))
+                connection.execute("INSERT INTO property VALUES('format', ?)", (str(FORMAT),))
             return connection
         address = f"{path.absolute().as_uri()}?mode=ro"  # `as_uri` escapes characters that SQLite would interpret.
         return sqlite3.connect(address, uri=True, check_same_thread=False, isolation_level=None)
@@ -120,9 +121,10 @@ def _storable(value: Any) -> Any:
 
 
 def add_grams(database: sqlite3.Connection, first: int, last: int) -> None:
-    """Add the text of rows `first` to `last` (exclusive) to the trigram index."""
+    """Add the id and text of rows `first` to `last` (exclusive) to the trigram index."""
     database.execute("BEGIN")
-    database.execute("INSERT INTO grams(rowid, text) SELECT n, text FROM trace WHERE n >= ? AND n < ?", (first, last))
+    rows = "SELECT n, id || char(10) || text FROM trace WHERE n >= ? AND n < ?"
+    database.execute(f"INSERT INTO grams(rowid, text) {rows}", (first, last))
     database.execute("COMMIT")
 
 
@@ -158,10 +160,10 @@ def rows_with_tag(database: sqlite3.Connection, tag: str) -> NDArray[np.int32]:
 
 def set_property(database: sqlite3.Connection, name: str, value: Any) -> None:
     """Store a property of the index itself."""
-    database.execute("INSERT OR REPLACE INTO told VALUES(?, ?)", (name, str(value)))
+    database.execute("INSERT OR REPLACE INTO property VALUES(?, ?)", (name, str(value)))
 
 
 def get_property(database: sqlite3.Connection, name: str) -> str | None:
     """Return a property that `set_property` stored, or None."""
-    row = database.execute("SELECT value FROM told WHERE name = ?", (name,)).fetchone()
+    row = database.execute("SELECT value FROM property WHERE name = ?", (name,)).fetchone()
     return row[0] if row else None

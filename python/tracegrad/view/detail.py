@@ -7,7 +7,7 @@ addresses or styles.
 import json
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from tracegrad._html import escape, number, percent
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
+from tracegrad.data.codes import MISMATCH_TEXT
 from tracegrad.data.sampling import format_options
 from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError, redact
@@ -23,27 +24,63 @@ from tracegrad.images import Images
 from tracegrad.report.token_map import PerToken, Thumbnails, Writer
 from tracegrad.trainer.token_log import CLIPPED, StepTokens
 from tracegrad.view.features import message_parts, tool_calls
+from tracegrad.view.meanings import mismatch_text
 from tracegrad.view.tokens import TraceTokens
 
 FOLD = 4_000
 """Number of characters of a message that are sent at first. The page requests more in parts."""
 PART = 200_000
 MODES = (
-    ("pull", "how hard, and which way, the token moves the policy"),
-    ("ratio", "the ratio inside the surrogate: theta over old, or what it takes"),
-    ("old", "old over rollout: what the trainer saw over what was recorded"),
-    ("weight", "the detached correction"),
-    ("advantage", "what the trace earned above its group"),
-    ("entropy", "of the policy at that token, in nats"),
-    ("logprob", "how unlikely the token was when it was recorded"),
-    ("source", "sampled, given or template"),
+    ("pull", "gradient", "Gradient of the loss with respect to the logprob: its size and direction."),
+    ("ratio", "ratio", "Ratio inside the surrogate, such as theta over old."),
+    ("old", "old / rollout", "Ratio of the old policy to the rollout policy."),
+    ("weight", "weight", "Off-policy weight of the token, without a gradient of its own."),
+    ("advantage", "advantage", "Advantage of the token."),
+    ("entropy", "entropy", "Entropy of the policy at the token, in nats."),
+    ("logprob", "logprob", "Recorded logprob of the token."),
+    ("source", "source", "Source of the token: sampled, prompt or template."),
 )
+"""Overlays of tokens: the class name in the report's style, the name on the page, and its meaning."""
+_MOST_MISMATCHES = 200
 
 
-def facts(pairs: list[tuple[str, object]]) -> str:
-    """Return names and values as HTML tiles."""
-    tiles = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
-    return f'<dl class="tiles">{tiles}</dl>'
+def facts(pairs: list[tuple[str, object]], tooltips: Mapping[str, str]) -> str:
+    """Return names and values as HTML tiles.
+
+    Args:
+        tooltips: sentences by name.
+    """
+    tiles = (
+        f"<div{_title(tooltips.get(name, ''))}><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in pairs
+    )
+    return f'<dl class="tiles">{"".join(tiles)}</dl>'
+
+
+def table(heads: Iterable[str], rows: Iterable[str], kind: str = "") -> str:
+    """Return an HTML table.
+
+    Args:
+        heads: column titles, as text.
+        rows: the cells of each row, as HTML.
+        kind: class of the table.
+    """
+    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    attribute = f' class="{kind}"' if kind else ""
+    content = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="wide" tabindex="0"><table{attribute}>{content}</table></div>'
+
+
+def reason_cell(reason: str) -> str:
+    """Return the table cell of a mismatch reason with its meaning."""
+    meaning = MISMATCH_TEXT.get(reason, "")
+    text = f"<small>{escape(meaning)}</small>" if meaning else ""
+    return f"<td{_title(mismatch_text(reason))}><b>{escape(reason[:80].replace('_', ' '))}</b> {text}</td>"
+
+
+def _title(text: str) -> str:
+    return f' title="{escape(text)}"' if text else ""
 
 
 def of_trace(trace: Trace) -> list[tuple[str, object]]:
@@ -52,7 +89,7 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
     kinds = {generation.logprob_kind for generation in trace.generations}
     temperatures = {generation.temperature for generation in trace.generations}
     return [
-        ("group", (trace.group or "alone")[:120]),
+        ("group", (trace.group or "none")[:120]),
         ("reward", "none" if trace.reward is None else number(trace.reward)),
         *([("rewards", rewards)] if rewards else []),
         ("turns", len(trace.generations)),
@@ -85,15 +122,15 @@ def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -
     for position, message in enumerate(order):
         turn.append(_message(trace.pool[message], message, rewards[position], message in sampled, whole, picture_html))
         if message in sampled or position == len(order) - 1:
-            count += 1
             name = f"turn {count}" if message in sampled else "after the last turn"
+            count += 1
             out.append(f'<details class="turn" open><summary>{name}</summary>{"".join(turn)}</details>')
             turn = []
     if removed := [message for message in range(len(trace.pool)) if message not in set(order)]:
         inner = "".join(
             _message(trace.pool[message], message, None, message in sampled, whole, picture_html) for message in removed
         )
-        text = f"{len(removed)} messages that the policy saw or said and that are no longer in the conversation"
+        text = f"{len(removed)} messages of earlier turns that are no longer in the conversation"
         out.append(f'<details class="turn"><summary>{text}</summary>{inner}</details>')
     return "".join(out)
 
@@ -120,20 +157,20 @@ def _message(
     labels += [str(name)[:80]] if name else []
     contents = message_parts(message)
     calls = "".join(_call(name, arguments, whole) for name, arguments in tool_calls(message))
-    body = f'<div class="said">{message_html(contents, index, 0, whole, show)}</div>' if contents else ""
-    return f'<article class="{kind}"><h4>{escape(" · ".join(labels))}</h4>{body}{calls}</article>'
+    body = f'<div class="content">{message_html(contents, index, 0, whole, show)}</div>' if contents else ""
+    return f'<article class="{kind}"><h3>{escape(" · ".join(labels))}</h3>{body}{calls}</article>'
 
 
-def message_html(said: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
+def message_html(parts: list[tuple[str, str]], index: int, start: int, whole: int, show: Callable[[str], str]) -> str:
     """Return at most `whole` characters of a message from `start` on, with a button for more.
 
     Args:
-        said: texts and images, as `message_parts` returns them.
+        parts: texts and images, as `message_parts` returns them.
         show: renders the image of a digest.
     """
-    total = sum(len(text) + 1 for text, _ in said) - 1
+    total = sum(len(text) + 1 for text, _ in parts) - 1
     out, offset, end = [], 0, min(start + whole, total)
-    for text, digest in said:
+    for text, digest in parts:
         if not digest:
             out.append(escape(f"{text}\n"[max(start - offset, 0) : max(end - offset, 0)]))
         elif start <= offset < end:
@@ -200,12 +237,12 @@ def _values(sequences: Sequences, step: StepTokens | None) -> PerToken:
 
 def history(shown: TraceTokens) -> str:
     """Return a table of the trace's values, with one row per step."""
-    heads = ("step", "advantage", "mean ratio", "mean weight", "kept", "clipped", "entropy", "pull")
+    heads = ("step", "advantage", "mean ratio", "mean weight", "kept", "clipped", "entropy", "gradient")
     rows = []
     for index, step in enumerate(shown.steps):
         v = step.values
         has_ratio = np.isfinite(v["ratio"])
-        pull = float(np.abs(np.nan_to_num(v["gradient"])).sum())
+        gradient = float(np.abs(np.nan_to_num(v["gradient"])).sum())
         cells = [
             number(_mean(v["advantages"])),
             number(_mean(v["ratio"][has_ratio])),
@@ -213,13 +250,11 @@ def history(shown: TraceTokens) -> str:
             percent(float(step.keep.mean())),
             percent(float((step.outcome == CLIPPED).mean())),
             number(_mean(v["entropy"])),
-            number(pull),
+            number(gradient),
         ]
         button = f'<button class="step" data-step="{index}">{step.step}</button>'
-        rows.append(f"<tr><td>{button}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    return f'<div class="wide"><table class="steps">{body}</table></div>'
+        rows.append(f"<td>{button}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}")
+    return table(heads, rows, "steps")
 
 
 def _mean(values: Any) -> float:
@@ -227,18 +262,20 @@ def _mean(values: Any) -> float:
     return float(finite.mean()) if len(finite) else math.nan
 
 
-def findings(sequences: Sequences) -> str:
-    """Return the alignment mismatches of one trace as a list."""
-    drift = sequences.alignment_report
-    lines = []
-    for row in range(min(len(drift), 50)):
-        reason = drift.reasons[int(drift.reason[row])].replace("_", " ")
-        turn, count = int(drift.turn[row]), int(drift.count[row])
-        location = f"turn {turn}" if turn >= 0 else "the trace"
-        lines.append(
-            f"<li><b>{escape(reason)}</b> {location}, {count:,} tokens: {escape(drift.detail[row][:300])}</li>"
-        )
-    return f'<ul class="drift">{"".join(lines)}</ul>' if lines else ""
+def mismatches(sequences: Sequences) -> str:
+    """Return the alignment mismatches of one trace as a table."""
+    report = sequences.alignment_report
+    rows = []
+    for row in range(min(len(report), _MOST_MISMATCHES)):
+        turn, count = int(report.turn[row]), int(report.count[row])
+        location = f"turn {turn}" if turn >= 0 else "trace"
+        reason = reason_cell(report.reasons[int(report.reason[row])])
+        rows.append(f"{reason}<td>{location}</td><td>{count:,}</td><td>{escape(report.detail[row][:300])}</td>")
+    if not rows:
+        return ""
+    more = len(report) - len(rows)
+    note = f"<p>{more:,} more mismatches are not shown.</p>" if more else ""
+    return table(("mismatch", "where", "tokens", "detail"), rows, "mismatches") + note
 
 
 def python(path: str, place: int, trace_id: str, *, model: str | None, run: str | None, token: int | None) -> str:

@@ -19,6 +19,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import NO_TIER, TIERS
 from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
+from tracegrad.view.meanings import NOT_ALIGNABLE
 
 _HANDLE = re.compile("blake3:([0-9a-f]{64})")  # Reading replaces an image by this handle.
 _HEAD = 160  # Characters of the line in the list.
@@ -43,10 +44,11 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
         source: number of their source.
         first: index of the first one in the source.
         groups: assigns codes to group names. A trace without a group gets a group of its own.
-        tokenizer: used for alignment. Without one, `tier` follows from the recorded fields, and `drift` is NaN.
+        tokenizer: used for alignment. Without one, `level` follows from the recorded fields, and
+            `mismatches` is NaN.
     """
     table = _Generations(traces)
-    tiers, reasons = _aligned(traces, tokenizer) if tokenizer is not None else (table.tier, {})
+    levels, reasons = _aligned(traces, tokenizer) if tokenizer is not None else (table.level, {})
     out: list[Row] = []
     for row in range(len(traces)):
         trace = traces[row]
@@ -54,7 +56,7 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
         group = trace.group
         name = f"{source}:{first + row} alone" if group is None else group
         trace_reasons = reasons.get(row, ())
-        tier = tiers[row]
+        level = levels[row]
         numbers = (
             math.nan if trace.reward is None else trace.reward,
             table.tokens[row],
@@ -62,15 +64,15 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
             len(trace.pool),
             calls,
             len(text),
-            tier,
+            level,
             math.nan if tokenizer is None else len(trace_reasons),
             table.version[row],
             groups.of(name),
             source,
         )
-        tags = {f"tool:{tool}" for tool in tools} | {f"drift:{reason}" for reason in trace_reasons}
-        if not math.isnan(tier):
-            tags.add(f"tier:{TIERS[int(tier)]}")
+        tags = {f"tool:{tool}" for tool in tools} | {f"mismatch:{reason}" for reason in trace_reasons}
+        if not math.isnan(level):
+            tags.add(f"level:{TIERS[int(level)]}")
         out.append(Row(trace.id, group or "", head, first + row, text[:_MOST_TEXT], numbers, tuple(tags), trace.record))
     return out
 
@@ -87,8 +89,8 @@ class _Generations:
         self.version = _least(owner, np.where(version < 0, math.nan, version), count)
         has_ids, has_prompt = np.asarray(columns["ids"]) > 0, np.asarray(columns["prompt_ids"]) > 0
         has_logprobs = np.asarray(columns["logprobs"]) > 0
-        tier = np.where(has_ids & has_prompt, 0.0, np.where(has_ids, 1.0, np.where(has_logprobs, 2.0, 6.0)))
-        self.tier = -_least(owner, -tier, count)
+        level = np.where(has_ids & has_prompt, 0.0, np.where(has_ids, 1.0, np.where(has_logprobs, 2.0, 6.0)))
+        self.level = -_least(owner, -level, count)
 
 
 def _least(owner: NDArray[Any], values: NDArray[Any], count: int) -> NDArray[np.float64]:
@@ -107,23 +109,23 @@ def _aligned(traces: Traces, tokenizer: Tokenizer) -> tuple[NDArray[np.float64],
     sequences = align(traces, tokenizer, on_error="skip", allow_unknown_ids=True)
     lost = set(sequences.alignment_report.left_out)
     kept = [row for row in range(len(traces)) if row not in lost]
-    tier, reasons = of_sequences(sequences)
+    levels, reasons = of_sequences(sequences)
     out = np.full(len(traces), math.nan)
-    out[kept] = tier
+    out[kept] = levels
     reasons_by_row = {kept[row]: names for row, names in reasons.items()}
-    return out, reasons_by_row | {row: {"could not be aligned"} for row in lost}
+    return out, reasons_by_row | {row: {NOT_ALIGNABLE} for row in lost}
 
 
 def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, set[str]]]:
     """Return [R] the worst level (NaN without a sampled token), and the names of each trace's mismatch reasons."""
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    tier = np.where(sequences.tier == NO_TIER, math.nan, sequences.tier.astype(float))
+    level = np.where(sequences.tier == NO_TIER, math.nan, sequences.tier.astype(float))
     reasons: dict[int, set[str]] = {}
     for row, code in zip(
         sequences.alignment_report.trace.tolist(), sequences.alignment_report.reason.tolist(), strict=True
     ):
         reasons.setdefault(row, set()).add(sequences.alignment_report.reasons[code])
-    return -_least(owner, -tier, sequences.traces), reasons
+    return -_least(owner, -level, sequences.traces), reasons
 
 
 def _text_features(messages: list[dict[str, Any]]) -> tuple[str, str, set[str], int]:

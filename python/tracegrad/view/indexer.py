@@ -85,7 +85,7 @@ class Indexer:
                     self._reporting_errors(source.name, lambda n=number, s=source: self._read_all(n, s))
                 self._all_grams()
                 self.done = not self._stop.is_set()
-                if self.done and not any(source.kind in ("frames", "terms") for source in self._sources):
+                if self.done and not any(source.kind in ("rollouts", "token log") for source in self._sources):
                     database.set_property(self._database, "done", 1)
             while not self._stop.wait(_LOOK_S):
                 for number, source in enumerate(self._sources):
@@ -104,7 +104,7 @@ class Indexer:
                 self.problems.append(line)
 
     def _read_all(self, number: int, source: Source) -> None:
-        if source.kind in ("frames", "shards", "terms"):
+        if source.kind in ("rollouts", "shards", "token log"):
             self._read_new(number, source)
             return
         assert source.place is not None
@@ -122,10 +122,10 @@ class Indexer:
 
     def _read_new(self, number: int, source: Source) -> None:
         """Add what arrived since the last check."""
-        if source.kind == "frames":
-            for traces in self._frames(source.path):
+        if source.kind == "rollouts":
+            for traces in self._rollouts(source.path):
                 self._add(number, traces)
-        elif source.kind in ("shards", "terms"):
+        elif source.kind in ("shards", "token log"):
             for row in self._sets.rows(source, number, self._groups):
                 self._store(row)
         elif (end := self._ends.get(source.path, -1)) >= 0:
@@ -133,7 +133,7 @@ class Indexer:
             if lines:
                 self._add(number, Traces.from_records(lines))
 
-    def _frames(self, folder: Path) -> Iterator[Traces]:
+    def _rollouts(self, folder: Path) -> Iterator[Traces]:
         for path in sorted(folder.glob("*.jsonl.zst")):
             start = self._ends.get(path, 0)
             frames = _core.Frames(os.fspath(path), start, _MOST_FRAME)
@@ -189,12 +189,14 @@ def _tail(path: Path, end: int) -> tuple[list[bytes], int]:
 def _key(sources: Sequence[Source], tokenizer: Tokenizer | None, map: FieldMap) -> str:
     """Return the key of an index, which depends on the current state of its sources."""
     parts = [f"{source.kind} {source.path.resolve()} {_stamp(source)}" for source in sources]
-    text = "\n".join([*parts, str(map), "" if tokenizer is None else "aligned"])
+    text = "\n".join([str(database.FORMAT), *parts, str(map), "" if tokenizer is None else "aligned"])
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def _stamp(source: Source) -> str:
     if source.place is not None:
         return f"{source.place.kind} {source.place.size} {source.place.modified}"
+    if not source.path.exists():
+        return ""
     status = source.path.stat()
     return f"{status.st_size} {status.st_mtime_ns}"

@@ -12,8 +12,10 @@ from tracegrad.data.sources import Place, expand
 from tracegrad.errors import ReadError, redact
 from tracegrad.storage import manifest
 
-TRACES = "played"
-"""Subfolder of a run with its recorded trajectories, as `tracegrad online` names it."""
+ROLLOUTS = "played"
+"""Subfolder of a run with its rollout buffer, as `tracegrad online` names it."""
+TOKEN_LOG = "terms"
+"""Subfolder of a run with its token log."""
 _OF_RUN = ("metrics.jsonl", "run.json", "config.toml")
 
 
@@ -22,13 +24,13 @@ class Source:
     """A source of traces.
 
     Args:
-        kind: "file", a growing folder of "frames", prepared "shards", or the "terms" (per-token values) of a run.
+        kind: "file", the rollout buffer of a run ("rollouts"), prepared "shards", or the "token log" of a run.
         path: the file or folder.
         run: folder of the run that it belongs to, or None.
         place: for a file, its description by `data.sources`, which may be an address or standard input.
     """
 
-    kind: Literal["file", "frames", "shards", "terms"]
+    kind: Literal["file", "rollouts", "shards", "token log"]
     path: Path
     run: Path | None = None
     place: Place | None = None
@@ -63,9 +65,8 @@ def is_run(folder: Path) -> bool:
 
 
 def of_run(run: Path) -> list[Source]:
-    """Return the current sources of a run: its trajectories and its per-token values."""
-    frames = [Source("frames", run / TRACES, run)] if any((run / TRACES).glob("*.jsonl.zst")) else []
-    return frames + ([Source("terms", run / "terms", run)] if (run / "terms").is_dir() else [])
+    """Return the sources of a run: its rollout buffer and its token log. Both may not exist yet."""
+    return [Source("rollouts", run / ROLLOUTS, run), Source("token log", run / TOKEN_LOG, run)]
 
 
 def _of_folder(folder: Path) -> tuple[list[Source], list[Path]]:

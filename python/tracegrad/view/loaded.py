@@ -19,9 +19,10 @@ from tracegrad.report.page import bytes_of
 from tracegrad.view import database
 from tracegrad.view.indexer import Indexer
 from tracegrad.view.inputs import Source, find
+from tracegrad.view.meanings import meanings
 from tracegrad.view.tokens import OF_STEPS, TokenSets
 
-NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "lag", *OF_STEPS)
+NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "staleness", *OF_STEPS)
 """Columns of the page, in the order in which they are sent."""
 _MOST_DRAWN = 1000
 
@@ -51,7 +52,7 @@ class Viewer:
     ) -> None:
         self.paths = [str(path) for path in paths]
         sources, self.runs = find(paths)
-        self.sources = sorted(sources, key=lambda source: source.kind in ("shards", "terms"))
+        self.sources = sorted(sources, key=lambda source: source.kind in ("shards", "token log"))
         self.model = str(model) if model else _model_of(self.runs)
         self.tokenizer = Tokenizer.from_pretrained(self.model) if self.model else None
         self.sets = TokenSets(self.tokenizer)
@@ -77,6 +78,12 @@ class Viewer:
         """Return the current number of indexed traces."""
         return self.indexer.rows
 
+    def version(self) -> str:
+        """Return a text that changes with `state` and `columns`. It is cheap enough to be asked for every second."""
+        with self._lock:
+            database.get_property(self._database, "rows")  # An index that is gone is an error.
+        return repr((self.rows, self.indexer.done, self._steps(), self.indexer.problems[:20]))
+
     def state(self) -> dict[str, Any]:
         """Return the progress of the index, and the available filters."""
         with self._lock:
@@ -90,6 +97,7 @@ class Viewer:
             "tags": tags[:400],
             "names": NAMES,
             "aligned": self.indexer.aligned,
+            "meanings": meanings(),
             "runs": [run.name for run in self.runs],
         }
 
@@ -175,16 +183,16 @@ class Viewer:
 
     def _steps(self) -> int:
         """Return the current number of step files of all runs."""
-        return sum(sum(1 for _ in source.path.glob("step-*")) for source in self.sources if source.kind == "terms")
+        return sum(sum(1 for _ in source.path.glob("step-*")) for source in self.sources if source.kind == "token log")
 
     def _gather(self) -> dict[str, NDArray[np.float32]]:
         table: dict[str, NDArray[np.float32]] = dict(
             zip(database.COLUMNS, database.numbers(self._database), strict=True)
         )
         version = table.pop("version")
-        table["lag"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
+        table["staleness"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
         table["advantage"] = _advantages(table["reward"], table["group"])
-        if any(token_set.source.kind == "terms" for token_set in self.sets.sets):
+        if any(token_set.source.kind == "token log" for token_set in self.sets.sets):
             if len(self._names) < len(version):
                 rows = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (len(self._names),))
                 self._names.update(rows)

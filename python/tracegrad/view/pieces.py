@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad._html import escape, number
+from tracegrad.data.codes import TIERS
 from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError, redact
 from tracegrad.report.token_map import Thumbnails
 from tracegrad.view import detail
 from tracegrad.view.features import message_parts, message_text, tool_calls
 from tracegrad.view.loaded import Viewer
+from tracegrad.view.meanings import COLUMN_TEXT, level_text
 from tracegrad.view.tokens import TraceTokens
 
 MOST = 16
@@ -53,13 +55,13 @@ def trace(
     else:
         shown, reason = (
             None,
-            "Give --model DIR to see its tokens: ids are spelled and aligned by the model's tokenizer.",
+            "Pass --model DIR to see the tokens. Its tokenizer decodes and aligns the ids.",
         )
     step_index = len(shown.steps) - 1 if shown and not 0 <= step < len(shown.steps) else step
     values = session.columns()
     numbers = {key: float(column[n]) for key, column in values.items() if key not in ("group", "source")}
-    facts = detail.of_trace(record) if record is not None else [("group", group_name or "alone")]
-    facts += [(key, number(value)) for key, value in numbers.items() if key in _MORE and value == value]
+    facts = detail.of_trace(record) if record is not None else [("group", group_name or "none")]
+    facts += [(key, _fact(key, value)) for key, value in numbers.items() if key in _MORE and value == value]
     path = "" if source.kind != "file" else redact(source.place.path if source.place else source.path)
     run_path = sets[0].source.run if sets else None
     code = {"model": session.model, "run": None if run_path is None else str(run_path), "token": None}
@@ -68,10 +70,10 @@ def trace(
         "id": name,
         "group": group_name,
         "source": source.name,
-        "facts": detail.facts([("source", source.name), *facts]),
+        "facts": detail.facts([("source", source.name), *facts], _tooltips(numbers["level"])),
         "messages": detail.messages(record, whole, drawn) if record is not None else "",
         "tokens": detail.tokens(shown, session.token_bytes, step_index, drawn) if shown else "",
-        "drift": detail.findings(shown.sequences) if shown else "",
+        "mismatches": detail.mismatches(shown.sequences) if shown else "",
         "why": escape(reason),
         "history": detail.history(shown) if shown and shown.steps else "",
         "steps": len(shown.steps) if shown else 0,
@@ -83,7 +85,17 @@ def trace(
     }
 
 
-_MORE = ("advantage", "lag", "pull", "clipped", "masked")
+_MORE = ("advantage", "level", "mismatches", "staleness", "gradient", "clipped", "masked")
+
+
+def _fact(name: str, value: float) -> str:
+    return TIERS[int(value)] if name == "level" else number(value)
+
+
+def _tooltips(level: float) -> dict[str, str]:
+    """Return the sentence of each column, and in place of that of the level column the one of the trace's level."""
+    own = {"level": level_text(TIERS[int(level)])} if level == level else {}
+    return {**COLUMN_TEXT, "source": "", **own}
 
 
 def message(session: Viewer, n: int, index: int, start: int) -> str:
@@ -116,9 +128,9 @@ def side_by_side(session: Viewer, rows: Mapping[int, int]) -> str:
     columns = []
     for (row, name, trace), words in zip(traces, answers, strict=True):
         reward = "no reward" if trace.reward is None else f"reward {number(trace.reward)}"
-        head = f'<h4><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h4>'
+        head = f'<h3><a href="#trace-{row}">{escape(name[:80])}</a> <small>{reward}</small></h3>'
         columns.append(
-            f'<article class="beside">{head}<div class="said">{_mark_differences(answers[0], words)}</div></article>'
+            f'<article class="beside">{head}<div class="content">{_mark_differences(answers[0], words)}</div></article>'
         )
     return f'<div class="columns">{"".join(columns)}</div>'
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,46 +12,94 @@ from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
 from tracegrad.errors import TracegradError
 from tracegrad.report.charts import curves, overlay_curves
+from tracegrad.storage.run_dir import read_status
+from tracegrad.view import detail
 
 _QUIET_S = 180.0
 _MOST_JSON = 16 << 20
 _MOST_ROWS = 20_000
 _MOST_FINDINGS = 40
+_MOST_REASONS = 100
+_MOST_COLUMNS = 6
+_READ = ("metrics.jsonl", "summary.json", "config.toml", "doctor.json")
+_STOPPED = {
+    "done": "done",
+    "signal": "stopped by a signal",
+    "tasks": "ended: no tasks left",
+    "ope_ess": "stopped: effective sample size too small",
+    "ope_falls": "stopped: off-policy estimate falls",
+}
 
 
 def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
     """Return the list of all runs, with curves of the chosen ones (at most two) or of the first."""
     if not runs:
-        return "<p>No run is among the paths. Name the --out of one: tracegrad view traces.jsonl out/</p>"
+        return "<h1>Runs</h1><p>No path is a run. Pass the --out folder of one: tracegrad view traces.jsonl out/</p>"
     names = _names(runs)
-    selected = [name for name in names if name in chosen][:2] or list(names)[:1]
+    selected = _selected(names, chosen)
     rows = {name: _rows(names[name]) for name in selected}
     configs = {name: _config(path) for name, path in names.items()}
     lines = [_line(name, path, configs[name], name in selected) for name, path in names.items()]
-    heads = "".join(
-        f"<th>{head}</th>" for head in ("", "run", "state", "recipe", "objective", "steps", "reward", "outcome")
-    )
+    heads = ("show", "run", "state", "recipe", "objective", "steps", "reward", "outcome")
     charts = overlay_curves(rows) if len(selected) > 1 else curves(rows[selected[0]])
+    chosen_runs = {name: names[name] for name in selected}
     return (
-        f"<h1>Runs</h1>{_table(heads, lines)}{_differences(configs, selected)}<h2>{escape(' and '.join(selected))}</h2>"
-        f'<div class="curves">{charts or "<p>No step was taken yet.</p>"}</div>'
-        f"{''.join(_alignment(names[name], name) + _doctor(names[name], name) for name in selected)}"
+        f"<h1>Runs</h1>{detail.table(heads, lines)}{_differences(configs, selected)}"
+        f"<h2>{escape(' and '.join(selected))}</h2>"
+        f'<div class="curves">{charts or "<p>No step was taken yet.</p>"}</div>{_mismatches(chosen_runs)}'
+        f"{''.join(_doctor(run, name) for name, run in chosen_runs.items())}"
     )
+
+
+def version(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
+    """Return a text that changes when `page` can change, without reading the files of the runs."""
+    stats = [_stat(run / name) for run in runs for name in _READ]
+    status = [(read_status(run), _is_recent(run, time.time())) for run in runs]
+    return repr((stats, status, _selected(_names(runs), chosen)))
 
 
 def state_of(run: Path, now: float | None = None) -> str:
-    """Return "running", "done", or how the run was stopped, according to the files in its folder."""
-    summary = _json(run / "summary.json")
-    metrics_file = run / "metrics.jsonl"
-    changed = metrics_file.stat().st_mtime if metrics_file.is_file() else 0.0
-    finished = (run / "summary.json").stat().st_mtime if summary else 0.0
-    if changed > finished + _QUIET_S / 30 and (time.time() if now is None else now) - changed < _QUIET_S:
+    """Return "running", "done", "crashed", "ended", "stopped" (with the reason) or "not started".
+
+    The lock file of the run has its status. If it has none, the summary and the age of the metrics decide.
+    """
+    status = read_status(run)
+    if status.state == "running":
         return "running"
-    if stopped := summary.get("stopped"):
-        return {"done": "done", "signal": "stopped on request", "ope_ess": "stopped: too small a sample"}.get(
-            str(stopped), str(stopped)[:40]
-        )
-    return "ended" if changed else "not begun"
+    if status.state in ("failed", "killed"):
+        return f"crashed ({status.detail})" if status.detail else "crashed"
+    if status.state == "ended":
+        return _STOPPED.get(status.detail, status.detail[:40]) or "ended"
+    summary, changed = _json(run / "summary.json"), _changed(run / "metrics.jsonl")
+    is_newer = changed > (_changed(run / "summary.json") if summary else 0.0) + _QUIET_S / 30
+    if status.state == "unknown" and is_newer and _is_recent(run, time.time() if now is None else now):
+        return "running"
+    if status.state == "unknown" and (reason := summary.get("stopped")):
+        return _STOPPED.get(str(reason), str(reason)[:40])
+    return "stopped" if changed else "not started"
+
+
+def _stat(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _changed(path: Path) -> float:
+    """Return when a file was changed, in seconds since the epoch. 0 if there is none."""
+    status = _stat(path)
+    return status[1] / 1e9 if status else 0.0
+
+
+def _is_recent(run: Path, now: float) -> bool:
+    return now - _changed(run / "metrics.jsonl") < _QUIET_S
+
+
+def _selected(names: Iterable[str], chosen: Sequence[str]) -> list[str]:
+    names = list(names)
+    return [name for name in names if name in chosen][:2] or names[:1]
 
 
 def _names(runs: Sequence[Path]) -> dict[str, Path]:
@@ -77,16 +125,16 @@ def _line(name: str, run: Path, options: Mapping[str, Any], is_selected: bool) -
     return f"<td>{box}</td><td><b>{escape(name)}</b></td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}"
 
 
-def recipe_of(told: Mapping[str, Any]) -> str:
+def recipe_of(settings: Mapping[str, Any]) -> str:
     """Return the recipe whose options a config has, or "". If several match, return the one with most options.
 
     A config that sets other objective options in addition does not match.
 
-    >>> told = config.as_dict(recipes.find("DR_GRPO").resolve()[0])
-    >>> recipe_of(told), recipe_of({**told, "objective.surrogate.high": 0.5})
+    >>> settings = config.as_dict(recipes.find("DR_GRPO").resolve()[0])
+    >>> recipe_of(settings), recipe_of({**settings, "objective.surrogate.high": 0.5})
     ('DR_GRPO', '')
     """
-    current = {**told, "objective": told.get("objective.preset")}
+    current = {**settings, "objective": settings.get("objective.preset")}
     changed = {name for name in current if name.startswith("objective.") and name != "objective.preset"}
     matches = [
         (len(recipe_options), name)
@@ -142,51 +190,66 @@ def _has_numbers(row: Mapping[str, Any], *names: str) -> bool:
 
 
 def _differences(configs: Mapping[str, Mapping[str, Any]], selected: Sequence[str]) -> str:
-    """Return a table of options that differ between the configs. For a single run, compare with the defaults."""
+    """Return a table of all settings that differ between the configs. For a single run, compare with the defaults."""
+    note = ""
     if len(configs) > 1:
-        names = list(selected) if len(selected) > 1 else list(configs)[:6]
-        title, columns = "What they were told differently", {name: configs[name] for name in names}
+        names = list(selected) if len(selected) > 1 else list(configs)[:_MOST_COLUMNS]
+        title, columns = "Settings that differ", {name: configs[name] for name in names}
+        if len(selected) == 1 and len(configs) > _MOST_COLUMNS:
+            note = f"<p>The first {_MOST_COLUMNS} runs are compared. Select two runs to compare these.</p>"
     else:
-        title = "What it was told otherwise than the defaults"
+        title = "Settings that differ from the defaults"
         columns = {"default": config.as_dict(config.Config()), selected[0]: configs[selected[0]]}
     all_options = dict.fromkeys(key for options in columns.values() for key in options)
     differing = [key for key in all_options if len({repr(options.get(key)) for options in columns.values()}) > 1]
     if not differing:
-        return f"<h2>{title}</h2><p>Nothing.</p>"
-    heads = "".join(f"<th>{escape(name)}</th>" for name in ("option", *columns))
-    cells = [[key, *(options.get(key, "") for options in columns.values())] for key in differing[:60]]
-    return f"<h2>{title}</h2>{_table(heads, [''.join(f'<td>{escape(cell)}</td>' for cell in row) for row in cells])}"
+        return f"<h2>{title}</h2><p>None.</p>"
+    cells = [[key, *(options.get(key, "") for options in columns.values())] for key in differing]
+    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells]
+    return f"<h2>{title}</h2>{note}{detail.table(('setting', *columns), rows)}"
 
 
-def _table(heads: str, rows: Sequence[str]) -> str:
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _alignment(run: Path, name: str) -> str:
-    """Return the alignment report that reading stored in the run's summary."""
-    summary = _json(run / "summary.json")
-    drift, recorded, exact = summary.get("drift"), summary.get("recorded"), summary.get("exact")
-    if not isinstance(drift, Mapping):
+def _mismatches(runs: Mapping[str, Path]) -> str:
+    """Return the alignment mismatches in the summaries of runs as one table, with two columns for each run."""
+    summaries = {name: _json(run / "summary.json") for name, run in runs.items()}
+    reports = {name: report for name in runs if isinstance(report := summaries[name].get("drift"), Mapping)}
+    if not reports:
         return ""
-    text = (
-        f"{percent(1 - exact / recorded)} of {recorded:,} recorded tokens"
-        if recorded and _is_number(recorded) and _is_number(exact)
-        else ""
-    )
-    share_text = f"<p>{text} are without an exact id and logprob.</p>" if text else ""
-    mismatches = [(str(reason).replace("_", " "), json.dumps(counts)) for reason, counts in list(drift.items())[:20]]
-    lines = "".join(f"<li>{escape(reason)}: {escape(counts)}</li>" for reason, counts in mismatches)
-    return f"<h2>What reading found, {escape(name)}</h2>{share_text}<ul>{lines}</ul>"
+    reasons = sorted({str(reason) for report in reports.values() for reason in report})[:_MOST_REASONS]
+    rows = []
+    for reason in reasons:
+        counts = [report.get(reason) for report in reports.values()]
+        cells = [_count(count, key) for count in counts for key in ("traces", "tokens")]
+        rows.append(detail.reason_cell(reason) + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells))
+    prefixes = [f"{name}: " if len(reports) > 1 else "" for name in reports]
+    heads = ["mismatch", *(f"{prefix}{key}" for prefix in prefixes for key in ("traces", "tokens"))]
+    shares = "".join(_inexact_share(name, summaries[name]) for name in reports)
+    return f"<h2>Alignment mismatches</h2>{shares}{detail.table(heads, rows) if rows else '<p>None.</p>'}"
+
+
+def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
+    recorded, exact = summary.get("recorded"), summary.get("exact")
+    if not (_is_number(recorded) and _is_number(exact) and recorded):
+        return ""
+    share = percent(1 - exact / recorded)
+    return f"<p>{escape(name)}: {share} of {recorded:,} recorded tokens have no exact id and logprob.</p>"
+
+
+def _count(counts: Any, key: str) -> str:
+    """Return a count of a mismatch reason: "0" for a run without this reason, "?" for a value that is no count."""
+    if counts is None:
+        return "0"
+    value: Any = counts.get(key) if isinstance(counts, Mapping) else None
+    return number(value) if _is_number(value) else "?"
 
 
 def _doctor(run: Path, name: str) -> str:
     """Return the doctor's findings from RUN/doctor.json, or the command that writes the file."""
-    title, diagnosis = f"<h2>What the doctor found, {escape(name)}</h2>", _json(run / "doctor.json")
+    title, diagnosis = f"<h2>Findings of the doctor, {escape(name)}</h2>", _json(run / "doctor.json")
     findings = diagnosis.get("findings")
     if not isinstance(findings, list):
         command = _doctor_command(run)
-        instruction = f'<p>It was not asked. This puts its answer here:</p><pre class="call">{escape(command)}</pre>'
+        instruction = f'<p>No doctor.json. This command writes it:</p><pre class="call">{escape(command)}</pre>'
         return title + instruction if command else ""
     valid = [finding for finding in findings[:_MOST_FINDINGS] if isinstance(finding, dict)]
     rows = []
@@ -199,9 +262,8 @@ def _doctor(run: Path, name: str) -> str:
             finding.get("fix", ""),
         )
         rows.append("".join(f"<td>{escape(str(cell)[:500])}</td>" for cell in cells))
-    heads = "".join(f"<th>{head}</th>" for head in ("severity", "what", "how many", "fix"))
     verdict = f"<p>{len(findings)} findings, the worst of them: {escape(str(diagnosis.get('verdict'))[:40])}</p>"
-    return title + verdict + (_table(heads, rows) if rows else "")
+    return title + verdict + (detail.table(("severity", "finding", "count", "fix"), rows) if rows else "")
 
 
 def _doctor_command(run: Path) -> str:

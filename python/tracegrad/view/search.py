@@ -1,4 +1,4 @@
-"""Search the index for text and regular expressions, within a time limit per call.
+"""Search ids and text of the index for text and regular expressions, within a time limit per call.
 
 A trigram index selects candidates, whose texts are then checked. Without usable trigrams, all texts are checked. Each
 result has the row to continue from, so that the page never waits. This runs in a process of its own (`searcher`),
@@ -30,7 +30,7 @@ class SearchResult(NamedTuple):
 def find(
     path: str, query: str, regex: bool, start: int = 0, seconds: float = SECONDS, most: int = 20_000
 ) -> SearchResult:
-    """Return rows from `start` on whose text matches the query, as far as the time allows.
+    """Return rows from `start` on whose id or text matches the query, as far as the time allows.
 
     Args:
         path: path of the index.
@@ -44,8 +44,8 @@ def find(
     source = database.connect(Path(path))
     try:
         end, rows = time.monotonic() + seconds, []
-        for n, text in _texts(source, grams, start):
-            if matches(text):
+        for n, name, text in _texts(source, grams, start):
+            if matches(name) or matches(text):
                 rows.append(n)
             if time.monotonic() > end or len(rows) >= most:
                 return SearchResult(rows, n + 1)
@@ -69,16 +69,19 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
         ) from error
 
 
-def _texts(source: sqlite3.Connection, grams: list[str], start: int) -> Iterator[tuple[int, str]]:
-    """Yield rows from `start` on that can match, ascending. Rows without trigrams yet follow unfiltered."""
+def _texts(source: sqlite3.Connection, grams: list[str], start: int) -> Iterator[tuple[int, str, str]]:
+    """Yield row, id and text of rows from `start` on that can match, ascending.
+
+    Rows without trigrams yet follow unfiltered.
+    """
     indexed = int(database.get_property(source, "grams") or 0)
     if grams:
         expression = " AND ".join('"' + gram.replace('"', '""') + '"' for gram in grams)
         select = "SELECT rowid FROM grams WHERE grams MATCH ? AND rowid >= ? AND rowid < ? ORDER BY rowid"
         for (n,) in source.execute(select, (expression, start, indexed)):
-            yield n, source.execute("SELECT text FROM trace WHERE n = ?", (n,)).fetchone()[0]
+            yield n, *source.execute("SELECT id, text FROM trace WHERE n = ?", (n,)).fetchone()
         start = max(start, indexed)
-    yield from source.execute("SELECT n, text FROM trace WHERE n >= ? ORDER BY n", (start,))
+    yield from source.execute("SELECT n, id, text FROM trace WHERE n >= ? ORDER BY n", (start,))
 
 
 def _grams(parts: list[str], most: int = 24) -> list[str]:

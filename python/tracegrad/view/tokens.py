@@ -22,10 +22,10 @@ from tracegrad.view.database import Row
 from tracegrad.view.features import Codes, of_sequences
 from tracegrad.view.inputs import Source
 
-OF_STEPS = ("pull", "ratio", "weight", "clipped", "masked", "entropy", "trained_advantage")
+OF_STEPS = ("gradient", "ratio", "weight", "clipped", "masked", "entropy", "trained_advantage")
 """Values of a trace in its newest step.
 
-`pull` is the sum over its trained tokens of |d loss / d logprob|. The others are means.
+`gradient` is the sum over its trained tokens of |d loss / d logprob|. The others are means.
 """
 _BATCH = 500
 
@@ -85,7 +85,7 @@ class TokenSets:
         """Return one trace with all its steps."""
         row = tokens.row[trace_id]
         part, places = subset(tokens.sequences, [row])
-        if tokens.source.kind != "terms":
+        if tokens.source.kind != "token log":
             return TraceTokens(None, part)
         order = np.argsort(places)
         steps = []
@@ -109,7 +109,7 @@ class TokenSets:
     def columns(self, names: dict[str, int], rows: int) -> dict[str, NDArray[np.float32]]:
         """Return [rows] for each of `OF_STEPS`. If several runs have a trace, the newest counts."""
         out = np.full((len(OF_STEPS), rows), math.nan, np.float32)
-        for source in dict.fromkeys(tokens.source for tokens in self.sets if tokens.source.kind == "terms"):
+        for source in dict.fromkeys(tokens.source for tokens in self.sets if tokens.source.kind == "token log"):
             for trace_id, values in self._sums(source).items():
                 if (n := names.get(trace_id, rows)) < rows:
                     out[:, n] = values
@@ -154,13 +154,13 @@ class TokenSets:
 
     def _rows(self, tokens: TokenSet, number: int, wanted: list[int], groups: Codes) -> list[Row]:
         part, _ = subset(tokens.sequences, wanted)
-        tiers, reasons = of_sequences(part)
+        levels, reasons = of_sequences(part)
         out = []
         for row, place in enumerate(wanted):
             first, last = np.searchsorted(part.trace, [row, row + 1])
             span = slice(int(part.cu_seqlens[first]), int(part.cu_seqlens[last]))
             text, head = self._text(part, span)
-            trace_reasons, tier = reasons.get(row, set()), float(tiers[row])
+            trace_reasons, level = reasons.get(row, set()), float(levels[row])
             group = part.group_names[int(part.group[row])]
             version = part.version[span]
             valid_versions = version[version >= 0]
@@ -171,14 +171,14 @@ class TokenSets:
                 math.nan,
                 math.nan,
                 len(text),
-                tier,
+                level,
                 len(trace_reasons),
                 float(valid_versions.min()) if len(valid_versions) else math.nan,
                 groups.of(group),
                 number,
             )
-            tags = {f"drift:{reason}" for reason in trace_reasons}
-            tags |= set() if math.isnan(tier) else {f"tier:{TIERS[int(tier)]}"}
+            tags = {f"mismatch:{reason}" for reason in trace_reasons}
+            tags |= set() if math.isnan(level) else {f"level:{TIERS[int(level)]}"}
             out.append(Row(part.trace_ids[row], group, head, place, text, numbers, tuple(tags), b""))
         return out
 
@@ -203,6 +203,6 @@ def aggregate_by_trace(step: StepTokens) -> tuple[NDArray[np.int32], NDArray[np.
         return np.asarray(np.bincount(index, column.astype(np.float64), len(rows)) / count, np.float64)
 
     v = step.values
-    pull = np.bincount(index, np.abs(np.nan_to_num(v["gradient"])).astype(np.float64), len(rows))
+    gradient = np.bincount(index, np.abs(np.nan_to_num(v["gradient"])).astype(np.float64), len(rows))
     means = [mean(v["ratio"]), mean(v["weight"]), mean(step.outcome == CLIPPED), mean(~step.keep)]
-    return rows, np.stack([np.asarray(pull, np.float64), *means, mean(v["entropy"]), mean(v["advantages"])])
+    return rows, np.stack([np.asarray(gradient, np.float64), *means, mean(v["entropy"]), mean(v["advantages"])])

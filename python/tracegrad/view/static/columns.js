@@ -4,7 +4,7 @@
   const table = {names: [], columns: {}, rows: 0, order: new Uint32Array(0)};
   const filters = new Map(); // name -> [low, high]
   const tags = new Map(); // tag -> Uint8Array mask
-  let found = null; // Uint8Array mask of the search
+  let matches = null; // Uint8Array mask of the search
   let sort = {name: "", down: true};
 
   function mask(rows, size) {
@@ -16,7 +16,7 @@
   // Rows that pass every filter except that of `but`, so that a histogram also shows the rows that its own filter excludes.
   function passing(but) {
     const ranges = [...filters].filter(([name]) => name !== but).map(([name, [low, high]]) => [table.columns[name], low, high]);
-    const masks = [...tags.values(), ...(found ? [found] : [])];
+    const masks = [...tags.values(), ...(matches ? [matches] : [])];
     const out = new Uint32Array(table.rows);
     let count = 0;
     next: for (let row = 0; row < table.rows; row++) {
@@ -37,7 +37,7 @@
       const sign = sort.down ? -1 : 1;
       rows.sort((a, b) => {
         const x = column[a], y = column[b];
-        if (x !== x || y !== y) return (x !== x) - (y !== y) || a - b; // what is not known comes last, both ways
+        if (x !== x || y !== y) return (x !== x) - (y !== y) || a - b; // unknown values are last in both directions
         return sign * (x - y) || a - b;
       });
     }
@@ -51,10 +51,10 @@
       table.columns = columns;
       table.rows = columns[names[0]].length;
       for (const [tag, before] of tags) if (before.length < table.rows) tags.set(tag, mask(ones(before), table.rows));
-      if (found && found.length < table.rows) found = mask(ones(found), table.rows);
+      if (matches && matches.length < table.rows) matches = mask(ones(matches), table.rows);
     },
     setTag(tag, rows) { rows ? tags.set(tag, mask(rows, table.rows)) : tags.delete(tag); },
-    setFound(rows) { found = rows && mask(rows, table.rows); },
+    setMatches(rows) { matches = rows && mask(rows, table.rows); },
     sortBy(name, down) { sort = {name, down}; },
     sorted: () => sort,
   });

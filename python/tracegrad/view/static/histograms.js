@@ -1,4 +1,4 @@
-// Histograms of the numbers. A click on a bar, or two keys on it, filters by it.
+// Histograms of the numbers. A click on a bar, or Enter or Space on it, filters by it. The arrow keys move between bars.
 "use strict";
 (() => {
   const BINS = 24, HEIGHT = 44;
@@ -35,7 +35,8 @@
     const chosen = tg.filters.get(name);
     const text = chosen ? `${shown(chosen[0])} to ${shown(chosen[1])}` : `${shown(low)} to ${shown(high)}`;
     const caption = document.createElement("figcaption");
-    caption.append(Object.assign(document.createElement("b"), {textContent: name}), Object.assign(document.createElement("small"), {textContent: text}));
+    caption.title = tg.meanings[name] || "";
+    caption.append(Object.assign(document.createElement("b"), {textContent: name.replaceAll("_", " ")}), Object.assign(document.createElement("small"), {textContent: text}));
     const drawing = document.createElementNS(SVG, "svg");
     drawing.setAttribute("viewBox", `0 0 ${BINS * 10} ${HEIGHT}`);
     drawing.setAttribute("preserveAspectRatio", "none");
@@ -52,7 +53,8 @@
       const label = `${name} ${shown(from)} to ${shown(to)}: ${count.toLocaleString("en")} traces`;
       bar.append(Object.assign(document.createElementNS(SVG, "title"), {textContent: label}));
       if (count) {
-        bar.setAttribute("tabindex", "0");
+        bar.setAttribute("tabindex", drawing.querySelector("[tabindex]") ? "-1" : "0");
+        bar.dataset.bin = bin;
         bar.setAttribute("role", "button");
         bar.setAttribute("aria-label", label);
       }
@@ -64,16 +66,33 @@
         changed();
       };
       bar.addEventListener("click", (event) => pick(event.shiftKey));
-      bar.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); pick(event.shiftKey); } });
+      bar.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); pick(event.shiftKey); }
+        if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+          const bars = [...drawing.querySelectorAll("[tabindex]")], next = bars[bars.indexOf(bar) + (event.key === "ArrowRight" ? 1 : -1)];
+          if (next) { event.preventDefault(); focus(next); }
+        }
+      });
       drawing.append(bar);
     });
     box.append(caption, drawing);
     return box;
   }
 
+  // Each histogram is one stop of the Tab key.
+  function focus(bar) {
+    for (const each of bar.parentElement.querySelectorAll("[tabindex]")) each.setAttribute("tabindex", "-1");
+    bar.setAttribute("tabindex", "0");
+    bar.focus();
+  }
+
   window.tracegrad.shown = shown;
   window.tracegrad.histograms = (place, changed) => {
+    const focused = place.contains(document.activeElement) ? document.activeElement.closest("[data-bin]") : null;
+    const name = focused && focused.closest("figure").dataset.name;
     const names = tg.table.names.filter((name) => name !== "group" && (name !== "source" || tg.sources > 1));
     place.replaceChildren(...names.map((name) => one(name, changed)).filter(Boolean));
+    const again = focused && place.querySelector(`figure[data-name="${name}"] [data-bin="${focused.dataset.bin}"]`);
+    if (again) focus(again);
   };
 })();

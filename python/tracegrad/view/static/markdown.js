@@ -18,11 +18,11 @@
   function inline(text) {
     const out = [];
     let at = 0;
-    for (const found of text.matchAll(INLINE)) {
-      out.push(text.slice(at, found.index));
-      const [whole, code, strong, weak] = found;
+    for (const match of text.matchAll(INLINE)) {
+      out.push(text.slice(at, match.index));
+      const [whole, code, strong, weak] = match;
       out.push(code !== undefined ? made("code", [code]) : strong !== undefined ? made("strong", [strong]) : made("em", [weak]));
-      at = found.index + whole.length;
+      at = match.index + whole.length;
     }
     out.push(text.slice(at));
     return out;
@@ -31,10 +31,10 @@
   // Blocks of lines, in one pass. Each line is read once, and blocks do not nest.
   function blocks(text) {
     const out = document.createElement("div"), lines = text.split("\n");
-    let list = null, said = [];
+    let list = null, paragraph = [];
     const flush = () => {
-      if (said.length) out.append(made("p", said.flatMap((line, n) => [...(n ? [document.createElement("br")] : []), ...inline(line)])));
-      said = [];
+      if (paragraph.length) out.append(made("p", paragraph.flatMap((line, n) => [...(n ? [document.createElement("br")] : []), ...inline(line)])));
+      paragraph = [];
     };
     for (let at = 0; at < lines.length; at++) {
       const line = lines[at];
@@ -60,7 +60,7 @@
       } else if (quote) {
         out.append(made("blockquote", inline(quote[1])));
       } else if (line.trim()) {
-        said.push(line);
+        paragraph.push(line);
       }
     }
     flush();
@@ -68,9 +68,9 @@
   }
 
   // The content of a message in order: text with images in between.
-  function sent(said) {
+  function sent(message) {
     const out = [];
-    for (const node of said.childNodes) {
+    for (const node of message.childNodes) {
       const span = node.nodeName === "SPAN", picture = span && node.classList.contains("picture");
       const own = node.nodeName === "BUTTON" ? [] : picture ? [node] : span ? sent(node) : [node.textContent];
       for (const each of own) out.push(typeof each === "string" && typeof out.at(-1) === "string" ? out.pop() + each : each);
@@ -79,8 +79,8 @@
   }
 
   // A rendered message, with the button that loads the rest of it.
-  function laid(said, parts) {
-    const shown = document.createElement("div"), more = said.querySelector("button.more");
+  function laid(message, parts) {
+    const shown = document.createElement("div"), more = message.querySelector("button.more");
     for (const part of parts) {
       if (typeof part === "string") for (const block of [...blocks(part).childNodes]) shown.append(block);
       else shown.append(part.cloneNode(true));
@@ -99,13 +99,13 @@
   function lay() {
     const on = get("markdown").checked;
     for (const old of document.querySelectorAll("#words .rendered")) old.remove();
-    for (const said of document.querySelectorAll("#words .said")) {
-      said.hidden = false;
-      const parts = on ? sent(said) : [];
+    for (const message of document.querySelectorAll("#words .content")) {
+      message.hidden = false;
+      const parts = on ? sent(message) : [];
       if (!on || parts.reduce((sum, part) => sum + (part.length || 0), 0) > MOST) continue;
       try {
-        said.after(laid(said, parts));
-        said.hidden = true;
+        message.after(laid(message, parts));
+        message.hidden = true;
       } catch (error) {
         console.warn("a message is shown as it was sent:", error);
       }
@@ -117,7 +117,7 @@
     begin() {
       get("markdown").addEventListener("change", lay);
       addEventListener("keydown", (event) => {
-        if (event.key !== "m" || get("trace").hidden || event.target.matches("input, textarea") || event.ctrlKey || event.metaKey) return;
+        if (event.key !== "m" || get("trace").hidden || event.target.matches("input[type=search], textarea") || event.ctrlKey || event.metaKey) return;
         get("markdown").checked = !get("markdown").checked;
         lay();
       });

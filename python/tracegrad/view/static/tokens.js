@@ -18,10 +18,10 @@
     panel.replaceChildren(Object.assign(document.createElement("span"), {textContent: `token ${token.dataset.t}  ·  ${token.dataset.n}`}), " ", link, " ", copy);
   }
 
-  const address = (token) => location.hash.replace(/-token-\d+$/, "") + "-token-" + token.dataset.t;
+  const address = (token) => tg.address.to(tg.address.page().replace(/-token-\d+$/, "") + "-token-" + token.dataset.t);
 
   function keys(event) {
-    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || event.target.tagName === "INPUT") return;
+    if (!["ArrowLeft", "ArrowRight"].includes(event.key) || event.target.matches("input, textarea")) return;
     if (!chosen || !place.contains(chosen)) { choose(sampled()[0] || null, true); return; }
     const all = sampled(), index = all.indexOf(chosen) + (event.key === "ArrowRight" ? 1 : -1);
     if (all[index]) { event.preventDefault(); choose(all[index], true); history.replaceState(null, "", address(all[index])); }

@@ -3,12 +3,12 @@
 (() => {
   const tg = window.tracegrad;
   const get = (id) => document.getElementById(id);
-  const SAYS = {
+  const SCALES = {
     pull: ["pushed down", "pushed up"], ratio: ["below 1/1.5", "above 1.5"], old: ["below 1/1.5", "above 1.5"],
     weight: ["below 1/1.5", "above 1.5"], advantage: ["negative", "positive"], entropy: ["0 nats", "5 nats"],
     logprob: ["certain", "5 nats of surprise"], source: ["", ""],
   };
-  let here = null;
+  let here = null, chosen = {}, opened = 0;
 
   tg.copy = async (text, button) => {
     const before = button.textContent;
@@ -32,39 +32,59 @@
     return made;
   }
 
-  function top(found) {
-    const steps = [["← before", tg.list.beside(found.n, -1)], ["after →", tg.list.beside(found.n, 1)]];
-    const links = steps.filter(([, row]) => row !== undefined).map(([text, row]) => Object.assign(document.createElement("a"), {textContent: text, href: "#trace-" + row}));
-    const runs = found.runs.length > 1 ? found.runs.map((name) => button("run " + name, () => open(found.n, {run: name}))) : [];
-    const group = button("its group side by side", async () => { get("beside").innerHTML = await tg.store.group(found.n); get("beside").scrollIntoView(); });
-    get("top").replaceChildren(Object.assign(document.createElement("h1"), {textContent: found.id}), ...links, " ",
-      group, " ", button("copy as Python", (own) => tg.copy(tg.python(), own)), " ",
-      button("copy the command", (own) => tg.copy(found.shell, own)), " ", ...runs);
+  function link(text, row) {
+    return Object.assign(document.createElement("a"), {textContent: text, href: tg.address.to("trace-" + row)});
+  }
+
+  async function compare(n) {
+    get("beside").innerHTML = await tg.store.group(n);
+    for (const each of get("beside").querySelectorAll("a[href^='#']")) each.href = tg.address.to(each.getAttribute("href").slice(1));
+    get("beside").scrollIntoView();
+  }
+
+  function top(trace) {
+    const neighbours = [["← previous", tg.list.neighbour(trace.n, -1)], ["next →", tg.list.neighbour(trace.n, 1)]];
+    const links = neighbours.filter(([, row]) => row !== undefined).map(([text, row]) => link(text, row));
+    const runs = trace.runs.length > 1 ? trace.runs.map((name) => button("run " + name, () => open(trace.n, {run: name}))) : [];
+    get("top").replaceChildren(Object.assign(document.createElement("h1"), {textContent: trace.id}), ...links, " ",
+      button("compare its group", () => compare(trace.n).catch(tg.fails)), " ", button("copy as Python", (own) => tg.copy(tg.python(), own)), " ",
+      button("copy the command", (own) => tg.copy(trace.shell, own)), " ", ...runs);
   }
 
   async function open(n, more = {}, token = null) {
-    const found = await tg.store.trace(n, more);
-    here = found;
-    document.title = found.id + " · tracegrad view";
-    top(found);
+    const own = ++opened, trace = await tg.store.trace(n, more);
+    if (own !== opened) return; // Another trace was opened meanwhile.
+    here = trace;
+    chosen = more;
+    document.title = trace.id + " · tracegrad view";
+    top(trace);
     // The server escapes these pieces, and the page's content policy allows no script in them.
-    get("facts").innerHTML = found.facts + found.drift;
-    get("history").innerHTML = found.history && "<h2>What became of it, step by step</h2>" + found.history;
-    get("words").innerHTML = found.messages && "<h2>Messages</h2>" + found.messages;
-    get("as-markdown").hidden = !found.messages;
+    get("facts").innerHTML = trace.facts + (trace.mismatches && "<h2>Alignment mismatches</h2>" + trace.mismatches);
+    history(trace);
+    get("words").innerHTML = trace.messages && "<h2>Messages</h2>" + trace.messages;
+    get("as-markdown").hidden = !trace.messages;
     tg.markdown.lay();
     get("beside").replaceChildren();
-    get("tokens").innerHTML = found.tokens || `<p>${found.why}</p>`;
-    for (const each of document.querySelectorAll("button.step")) {
-      const mine = Number(each.dataset.step) === found.step;
-      each.setAttribute("aria-pressed", String(mine));
-      each.disabled = tg.store.local;
-      each.addEventListener("click", () => open(n, {...more, step: each.dataset.step}, null));
-    }
+    get("tokens").innerHTML = trace.tokens || `<p>${trace.why}</p>`;
     tg.tokens.show(token);
-    modes(found.steps > 0);
+    modes(trace.steps > 0);
     legend();
     if (token === null && !("step" in more)) scrollTo(0, 0);
+  }
+
+  function history(trace) {
+    get("history").innerHTML = trace.history && "<h2>Training steps</h2>" + trace.history;
+    for (const each of document.querySelectorAll("button.step")) {
+      each.setAttribute("aria-pressed", String(Number(each.dataset.step) === trace.step));
+      each.disabled = tg.store.local;
+      each.addEventListener("click", () => open(trace.n, {...chosen, step: each.dataset.step}, null).catch(tg.fails));
+    }
+  }
+
+  // Adds new training steps of the open trace. The tokens stay those of the chosen step.
+  async function refresh() {
+    const trace = here && await tg.store.trace(here.n, {...chosen, step: here.step});
+    if (trace && trace.n === here.n) history(trace);
   }
 
   // Without a run, only overlays from the record are available.
@@ -72,19 +92,19 @@
     const known = trained ? null : ["by-logprob", "by-source"];
     for (const input of document.querySelectorAll("#overlay > input")) {
       input.disabled = known !== null && !known.includes(input.id);
-      input.nextElementSibling.hidden = input.disabled;
+      input.hidden = input.nextElementSibling.hidden = input.disabled;
     }
     if (document.querySelector("#overlay > input:checked").disabled) get("by-logprob").checked = true;
   }
 
   function legend() {
     const mode = (document.querySelector("#overlay > input:checked") || {id: "by-pull"}).id.slice(3);
-    const [low, high] = SAYS[mode];
+    const [low, high] = SCALES[mode];
     const ramp = document.createElement("span");
     ramp.className = "ramp";
     for (let level = 0; level < 17; level++) ramp.append(Object.assign(document.createElement("span"), {className: `t ${mode[0]}${level}`, textContent: " "}));
     const word = (text, kind = "") => Object.assign(document.createElement("span"), {className: kind, textContent: text});
-    get("legend").replaceChildren(...(low ? [word(low), ramp, word(high)] : []), word("given", "g"), word("template", "p"),
+    get("legend").replaceChildren(...(low ? [word(low), ramp, word(high)] : []), word("prompt", "g"), word("template", "p"),
       word("sampled, not trained", "s"), word("trained", "t"), word("masked", "t m"), word("clipped", "t c"));
   }
 
@@ -99,16 +119,16 @@
 
   window.tracegrad.trace = {
     open,
+    refresh,
     begin() {
       tg.markdown.begin();
       get("words").addEventListener("click", more);
       get("overlay").addEventListener("change", legend);
       addEventListener("keydown", (event) => {
-        if (get("trace").hidden || event.target.matches("input, textarea")) return;
+        if (get("trace").hidden || event.target.matches("input[type=search], textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
         const by = {j: 1, n: 1, k: -1, p: -1}[event.key];
-        const row = by && here && tg.list.beside(here.n, by);
-        if (row !== undefined && by) location.hash = "#trace-" + row;
-        if (event.key === "Escape") location.hash = "#list";
+        const row = by && here && tg.list.neighbour(here.n, by);
+        if (row !== undefined && by) location.hash = tg.address.to("trace-" + row);
         if (event.key >= "1" && event.key <= "8") {
           const mode = document.querySelectorAll("#overlay > input")[Number(event.key) - 1];
           if (mode && !mode.disabled) { mode.checked = true; legend(); }
