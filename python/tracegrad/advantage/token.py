@@ -93,7 +93,14 @@ _VARIANCE_EPS = 1e-8
 
 
 class Gae(NamedTuple):
-    """Result of `gae`: advantages [M] float64, and returns [M] float64, the target of the value function."""
+    """Result of `gae`: advantages [M] float64, and returns [M] float64, the target of the value function.
+
+    >>> result = gae([0.0, 1.0], [0.5, 0.25], [0, 0], gamma=1.0, lam=1.0)
+    >>> result.returns.tolist()  # both tokens see the reward of 1 at the end
+    [1.0, 1.0]
+    >>> result.advantages.tolist()  # minus the values 0.5 and 0.25
+    [0.5, 0.75]
+    """
 
     advantages: Floats
     returns: Floats
