@@ -385,6 +385,16 @@ class PreparedDataset:
         folders: the folders as passed to `open`.
         shards: the shards of all folders, in order.
         catalog: the table of all traces.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from tracegrad import Sequences
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True], rewards=[1.0])
+    >>> with TemporaryDirectory() as folder:
+    ...     sequences.save(folder)  # one shard, as `tracegrad prepare` writes many
+    ...     dataset = PreparedDataset.open(folder)
+    ...     dataset.traces, dataset.take(np.array([0])).ids.tolist()
+    (1, [5, 6, 7])
     """
 
     def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: TraceTable) -> None:
