@@ -37,6 +37,13 @@ class CollectResult:
         groups, trajectories, failed: counts of this call; all groups are complete.
         stopped: "done" if the run ended, "tasks" if the tasks ended first, or "signal".
         exit_code: 0, or 128 + signal number.
+
+    ```python
+    import tracegrad as tg
+
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], agent=my_agent)
+    print(result.groups, result.failed, result.stopped)
+    ```
     """
 
     groups: int = 0
@@ -76,6 +83,14 @@ def collect(
     Raises:
         ArgumentError: if arguments do not fit together.
         TracegradError: if no trainer starts, or the rollouts fail permanently.
+
+    ```python
+    import tracegrad as tg
+
+    # Another process runs tg.online.train("model", None, out="out/online").
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], agent=my_agent, share=(0, 2))
+    print(result.groups, result.stopped)
+    ```
     """
     run, (mine, collectors) = require_local_path(run), share
     if not 0 <= mine < collectors:
