@@ -44,7 +44,7 @@ class Tokens:
     >>> async def example(servers, tokenizer):
     ...     tokens = Tokens(servers, tokenizer)
     ...     await tokens.check()
-    ...     return await play(with_tools([price]), task, chat=tokens)
+    ...     return await run_rollout(with_tools([price]), task, chat=tokens)
     """
 
     def __init__(self, servers: Servers, tokenizer: Tokenizer) -> None:
