@@ -132,7 +132,8 @@ class TermArrays(Protocol):
         gradient: d loss / d logprob.
 
     >>> from tracegrad.trainer import TokenRecord
-    >>> arrays = {name: np.ones(2) for name in ("ratio", "weight", "keep", "clipped", "advantages", "logprobs", "gradient")}
+    >>> names = ("ratio", "weight", "keep", "clipped", "advantages", "logprobs", "gradient")
+    >>> arrays = {name: np.ones(2) for name in names}
     >>> record: TermArrays = TokenRecord(step=1, origin=np.array([1, 2]), trace=np.array([0, 0]), **arrays)
     >>> record.origin.tolist(), record.ratio.tolist()  # pass it as `terms=[record]` to `write_report`
     ([1, 2], [1.0, 1.0])

@@ -103,9 +103,10 @@ class JudgeResult:
         disagreement: [n] float64, the standard deviation over votes. NaN for fewer than two votes.
         verdicts: the votes.
 
-    >>> vote = {"group": "sum", "count": 2, "members_by_position": [[0], [1]], "prompt": [], "answers": [], "errors": []}
+    >>> vote = {"group": "sum", "count": 2, "members_by_position": [[0], [1]], "explanations": None}
+    >>> vote |= {"prompt": [], "answers": [], "errors": []}
     >>> scores = ([1.0, 0.5], [0.5, 0.5])
-    >>> votes = [JudgeVote(vote=number, scores=score, explanations=None, **vote) for number, score in enumerate(scores)]
+    >>> votes = [JudgeVote(vote=number, scores=score, **vote) for number, score in enumerate(scores)]
     >>> result = JudgeResult.from_votes(votes, count=2)
     >>> result.scores.tolist(), result.disagreement.tolist()  # mean and deviation of 1.0 and 0.5
     ([0.75, 0.5], [0.25, 0.0])

@@ -296,8 +296,8 @@ class JudgedTraces(ScoredTraces):
             remains.
 
     >>> async def chat(request, **_):  # in place of `Servers.chat`
-    ...     answer = '{"scores": [{"id": "1", "score": 1.0}]}'
-    ...     return {"choices": [{"message": {"content": answer}}], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
+    ...     message = {"content": '{"scores": [{"id": "1", "score": 1.0}]}'}
+    ...     return {"choices": [{"message": message}], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
     >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> judged = asyncio.run(judge_traces(Traces.from_records([{"messages": messages}]), chat, votes=2))
     >>> judged.prompt_tokens, judged.completion_tokens, judged.cost((1.0, 2.5))  # prices of a million tokens

@@ -82,7 +82,8 @@ def write_step(path: Path, terms: StepTokens) -> int:
     >>> with TemporaryDirectory() as folder:
     ...     sequences.save(Path(folder, "tokens-00001"))
     ...     place = np.array([1]), np.array([0], np.int32), np.array([TRAINED], np.uint8)
-    ...     size = write_step(Path(folder, step_name(1, 0)), StepTokens(1, "tokens-00001", ("trained",), *place, values))
+    ...     tokens = StepTokens(1, "tokens-00001", ("trained",), *place, values)
+    ...     size = write_step(Path(folder, step_name(1, rank=0)), tokens)
     ...     [(step.step, step.token.tolist(), step.values["ratio"].tolist()) for step in iterate_steps(Path(folder))]
     [(1, [1], [0.5])]
     """
