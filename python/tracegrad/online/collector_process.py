@@ -41,7 +41,12 @@ class CollectResult:
     ```python
     import tracegrad as tg
 
-    result = tg.online.collect("out/online", ["2+2?", "3+4?"], agent=my_agent)
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], rewards=[short])
     print(result.groups, result.failed, result.stopped)
     ```
     """
@@ -87,8 +92,13 @@ def collect(
     ```python
     import tracegrad as tg
 
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
     # Another process runs tg.online.train("model", None, out="out/online").
-    result = tg.online.collect("out/online", ["2+2?", "3+4?"], agent=my_agent, share=(0, 2))
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], rewards=[short], share=(0, 2))
     print(result.groups, result.stopped)
     ```
     """

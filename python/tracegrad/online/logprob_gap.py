@@ -46,8 +46,13 @@ class SyncFault(TracegradError):
     import tracegrad as tg
     from tracegrad.online import SyncFault
 
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
     try:
-        tg.online.train("model", ["2+2?", "3+4?"], agent=my_agent, out="out/online")
+        tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
     except SyncFault as fault:  # for example, a server answers with the weights of an earlier version
         print(fault.code, fault)
     ```

@@ -41,7 +41,12 @@ class RecordResult:
     ```python
     import tracegrad as tg
 
-    result = tg.online.record(["2+2?"], agent=my_agent, servers=["http://127.0.0.1:8000"], out="recorded")
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.record(["2+2?"], rewards=[short], servers=["http://127.0.0.1:8000"], out="recorded")
     print(result.groups, result.failed, result.reward)
     traces = tg.read(result.file)
     ```
@@ -116,9 +121,14 @@ def record(
     import tracegrad as tg
     from tracegrad.online import RolloutConfig
 
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
     result = tg.online.record(
         ["2+2?", "3+4?"],
-        agent=my_agent,
+        rewards=[short],
         rollout=RolloutConfig(group_size=4),
         servers=["http://127.0.0.1:8000"],
         out="recorded",

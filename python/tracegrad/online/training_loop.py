@@ -258,7 +258,12 @@ def replay(
     ```python
     import tracegrad as tg
 
-    tg.online.train("model", ["2+2?", "3+4?"], agent=my_agent, out="out/online")
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
     result = tg.online.replay("out/online", "model", out="out/replay")  # no servers
     print(result.checkpoint)
     ```
@@ -647,7 +652,12 @@ class OnlineResult:
     ```python
     import tracegrad as tg
 
-    result = tg.online.train("model", ["2+2?", "3+4?"], agent=my_agent, out="out/online")
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
     print(result.stopped, result.steps, result.checkpoint)
     print([row["loss"] for row in result.rows if "loss" in row])
     ```
