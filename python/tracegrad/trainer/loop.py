@@ -101,7 +101,8 @@ def train(
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
     >>> logprobs, trainable = [float("nan"), -2.0] * 2, [False, True] * 2
     >>> data = Sequences.from_arrays([5, 6, 5, 7], [0, 2, 4], logprobs, trainable, group=[0, 0], rewards=[1.0, 0.0])
-    >>> options = {"config": Config(data=Data(holdout=0.0), train=Train(epochs=2)), "sinks": [], "log": lambda line: None}
+    >>> config = Config(data=Data(holdout=0.0), train=Train(epochs=2))
+    >>> options = {"config": config, "sinks": [], "log": lambda line: None}
     >>> with TemporaryDirectory() as folder:
     ...     result = train(data, model, objective=presets.GRPO, out=folder, **options)
     >>> result.step, result.rows[-1]["reward"]  # one group per epoch; the mean of 1 and 0
