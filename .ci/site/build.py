@@ -65,8 +65,10 @@ def _page(name: str, path: Path, names: list[str]) -> str:
 
 
 def _code(indented: str) -> str:
-    """Code as a fence: of Python where it is Python, else of text."""
+    """Code as a fence: of a Python session where it begins with a prompt, of Python where it is that, else of text."""
     code = "\n".join(line.removeprefix("    ") for line in indented.strip("\n").split("\n"))
+    if code.startswith(">>>"):
+        return f"```pycon\n{code}\n```"
     try:
         ast.parse(code)
     except SyntaxError:
