@@ -133,7 +133,7 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
-    """REINFORCE++: return discounted returns, whitened over all tokens (deviation with n - 1, 1e-8 in the variance).
+    """Compute REINFORCE++: discounted returns, whitened over all tokens (deviation with n - 1, 1e-8 in the variance).
 
     Args: as `returns`.
 
@@ -155,7 +155,7 @@ def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
-    """REINFORCE++ with a baseline: return reward minus the mean of its group, whitened over all tokens.
+    """Compute REINFORCE++ with a baseline: reward minus the mean of its group, whitened over all tokens.
 
     Args:
         rewards: [R], NaN if a trace could not be scored: its tokens have 0, and are left out of mean and deviation.
