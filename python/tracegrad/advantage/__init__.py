@@ -21,9 +21,11 @@ model.
 
     >>> from tracegrad.advantage import group_mean, opo
     >>> rewards, groups = [1.0, 0.0, 0.5], ["a", "a", "b"]
-    >>> group_mean(rewards, groups, single_sample_group="zero").tolist()  # a value of `Singleton`
+    >>> # "zero" is a value of `Singleton`.
+    >>> group_mean(rewards, groups, single_sample_group="zero").tolist()
     [0.5, -0.5, 0.0]
-    >>> group_mean(rewards, groups, scale="std", eps=0.0, ddof=0, single_sample_group="zero").tolist()  # of `Scale`
+    >>> # "std" is a value of `Scale`.
+    >>> group_mean(rewards, groups, scale="std", eps=0.0, ddof=0, single_sample_group="zero").tolist()
     [1.0, -1.0, 0.0]
 """
 

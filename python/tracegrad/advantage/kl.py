@@ -29,7 +29,8 @@ class PenalisedRewards(NamedTuple):
         kl: mean of the estimate over each trace, then over traces with a token; pass it to `AdaptiveKl.after`.
 
     >>> result = kl_in_reward([1.0, 0.0], [-1.0, -1.0], [-1.5, -1.0], [0, 1], coef=0.1)
-    >>> result.rewards.round(3).tolist()  # 1 - 0.1 * (-1.0 + 1.5), and 0 without a difference
+    >>> # 1 - 0.1 * (-1.0 + 1.5), and 0 without a difference
+    >>> result.rewards.round(3).tolist()
     [0.95, 0.0]
     >>> result.kl  # the mean of 0.5 and 0
     0.25

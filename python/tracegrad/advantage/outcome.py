@@ -35,7 +35,8 @@ class GroupCounts:
         unscorable_ids: ids of groups without any scorable trace.
 
     >>> counts = group_counts([1.0, 1.0, 0.0, 1.0], ["easy", "easy", "hard", "hard"])
-    >>> counts.groups, counts.equal, counts.equal_ids  # both traces of "easy" have the same reward
+    >>> # Both traces of "easy" have the same reward.
+    >>> counts.groups, counts.equal, counts.equal_ids
     (2, 1, ('easy',))
     """
 

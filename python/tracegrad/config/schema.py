@@ -113,7 +113,8 @@ class Mixture:
     """Mixture of several prepared folders.
 
     >>> from tracegrad.config import load
-    >>> load(overrides=[("mixture.weights", "1, 0.25")]).mixture  # a quarter of the second folder's groups per epoch
+    >>> # A quarter of the second folder's groups per epoch.
+    >>> load(overrides=[("mixture.weights", "1, 0.25")]).mixture
     Mixture(weights=(1.0, 0.25))
     """
 
@@ -423,7 +424,8 @@ class Stop:
     """Conditions for early stopping. The run then ends with a checkpoint.
 
     >>> from tracegrad.config import load
-    >>> load(overrides=[("stop.min_ope_ess", "0.1")]).stop  # stop if the effective sample size falls below a tenth
+    >>> # Stop if the effective sample size falls below a tenth.
+    >>> load(overrides=[("stop.min_ope_ess", "0.1")]).stop
     Stop(min_ope_ess=0.1, ope_falls=False)
     """
 

@@ -76,7 +76,8 @@ class Hits:
         first: the first place, None if there is none.
         description: description of the first hit, or of all hits.
 
-    >>> hits = Hits(count=0, total=5) + Hits(count=2, total=3, first=Place("runs.jsonl", 17))  # of two parts of a file
+    >>> # The hits of two parts of a file.
+    >>> hits = Hits(count=0, total=5) + Hits(count=2, total=3, first=Place("runs.jsonl", 17))
     >>> hits.count, hits.total, hits.first.line
     (2, 8, 17)
     """

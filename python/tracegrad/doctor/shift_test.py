@@ -31,7 +31,8 @@ class LagTest:
         draws: distinct turns among them.
         places: effective number of distinct places between neighbours: (sum n)^2 / sum n^2 over their counts n.
 
-    >>> logprobs, reference = [-1, -9, -2, -8, -3, -7], [-7, -1, -9, -2, -8, -3]  # logprobs are one token too late
+    >>> # The logprobs are one token too late.
+    >>> logprobs, reference = [-1, -9, -2, -8, -3, -7], [-7, -1, -9, -2, -8, -3]
     >>> test = lag_test(logprobs, reference, [0, 6])
     >>> test.best, test.turns, test.correlation[0] < test.correlation[1]
     (1, 1, True)

@@ -138,7 +138,8 @@ class Rows:
         lengths: [R] number of tokens of each row.
         positions: number of elements of the padded array, for peers that divide by it.
 
-    >>> rows = Rows.of([0, 0, 2], rows=3)  # three tokens of three traces, one of which is empty
+    >>> # Three tokens of three traces, one of which is empty.
+    >>> rows = Rows.of([0, 0, 2], rows=3)
     >>> rows.lengths.tolist(), rows.mean(np.array([1.0, 2.0, 4.0])).tolist(), rows.filled.tolist()
     ([2.0, 0.0, 1.0], [1.5, 0.0, 4.0], [True, False, True])
     """

@@ -79,7 +79,8 @@ class MetricSums:
         readings: metrics over them.
 
     >>> from tracegrad.metrics import tools
-    >>> first, second = tools([2, 0], [1, 0]), tools([4], [2])  # calls and failures of each trace, of two ranks
+    >>> # Calls and failures of each trace, on two ranks.
+    >>> first, second = tools([2, 0], [1, 0]), tools([4], [2])
     >>> (first + second).values()  # 6 calls / 3 traces, 3 failures / 6 calls
     {'tools/call_frequency': 2.0, 'tools/failure_frequency': 0.5}
     """

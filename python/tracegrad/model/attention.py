@@ -178,7 +178,8 @@ def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | 
     >>> from tracegrad import Sequences, pack
     >>> sequences = Sequences.from_arrays([5, 6, 5, 8], [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2)
     >>> [step] = pack(sequences, advantages=[1.0, -1.0], tokens_per_row=16)
-    >>> dense_mask(step.batches[0].to("cpu")).int()  # two branches in one row; neither sees the other
+    >>> # Two branches in one row; neither sees the other.
+    >>> dense_mask(step.batches[0].to("cpu")).int()
     tensor([[[[1, 0, 0, 0],
               [1, 1, 0, 0],
               [0, 0, 1, 0],

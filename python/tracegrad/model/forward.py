@@ -37,7 +37,8 @@ def logprobs(model: nn.Module, batch: Batch, *, logits_dtype: torch.dtype | None
     >>> from tracegrad import Sequences, pack
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).eval()
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> logprobs(model, step.batches[0]).detach().exp()
@@ -66,7 +67,8 @@ def logprobs_and_entropy(
     >>> from tracegrad import Sequences, pack
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).eval()
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> result, entropy = logprobs_and_entropy(model, step.batches[0])
@@ -195,7 +197,8 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
-    >>> hidden_states(model, step.batches[0].to("cpu")).shape  # three tokens, eight dimensions
+    >>> # Three tokens, eight dimensions.
+    >>> hidden_states(model, step.batches[0].to("cpu")).shape
     torch.Size([3, 8])
     """
     if batch.images is not None:

@@ -47,9 +47,11 @@ class PolicyLoss(Loss):
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
-    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)  # 8 tokens of equal probability
+    >>> # 8 tokens of equal probability.
+    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)
     >>> result = policy_loss(hidden, weight, step.batches[0], terms, Objective(PolicyGradient()))
-    >>> result.logprobs, result.entropy, result.gradient  # log(1 / 8), log(8), -A / 2 tokens
+    >>> # log(1 / 8), log(8), -A / 2 tokens
+    >>> result.logprobs, result.entropy, result.gradient
     (tensor([-2.0794, -2.0794]), tensor([2.0794, 2.0794]), tensor([-0.5000, -0.5000]))
     >>> result.plan.name  # the weight needs no gradient
     'frozen'
@@ -82,7 +84,8 @@ def batch_loss(
     >>> from tracegrad.objective import Objective, PolicyGradient
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
@@ -150,7 +153,8 @@ def policy_loss(
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
-    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)  # 8 tokens of equal probability
+    >>> # 8 tokens of equal probability.
+    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)
     >>> result = policy_loss(hidden, weight, step.batches[0], terms, Objective(PolicyGradient()))
     >>> round(result.loss.item(), 4)  # -log(1 / 8)
     2.0794

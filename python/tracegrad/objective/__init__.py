@@ -12,10 +12,12 @@ In this package a *token* is a trained token: one that the policy sampled in one
     >>> from tracegrad.objective import LOG_RATIO_LIMIT, Clip, Objective, PolicyGradient, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[1.0, -1.0]])}
     >>> logprobs = torch.tensor([[-1.0, -3.0]])
-    >>> padded_loss(Objective(PolicyGradient(when="A>0")), logprobs, **step).per_term.surrogate  # a value of `When`
+    >>> # "A>0" is a value of `When`.
+    >>> padded_loss(Objective(PolicyGradient(when="A>0")), logprobs, **step).per_term.surrogate
     tensor([[1., 0.]])
     >>> far = padded_loss(Objective(Clip(), Ratio("theta", "old")), logprobs, **step, old=logprobs - 100.0)
-    >>> far.per_term.ratio.log().round(), LOG_RATIO_LIMIT  # not 100, whose exp overflows in float32
+    >>> # The log-ratio is not 100, whose exp overflows in float32.
+    >>> far.per_term.ratio.log().round(), LOG_RATIO_LIMIT
     (tensor([[20., 20.]]), 20.0)
 """
 

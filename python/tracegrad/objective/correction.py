@@ -174,7 +174,8 @@ class Correction:
     >>> truncated = Weight(Ratio("old", "rollout"), transform=Truncate(0.0, 2.0))
     >>> old, rollout = np.log([0.8, 0.5]), np.log([0.2, 0.5])  # ratios 4 and 1
     >>> corrected = correct(old, rollout, trace=[0, 0], weights=[truncated])
-    >>> corrected.weight.tolist(), corrected.keep.tolist(), corrected.scale.tolist()  # scale is 1 / 2 tokens
+    >>> # The scale is 1 / 2 tokens.
+    >>> corrected.weight.tolist(), corrected.keep.tolist(), corrected.scale.tolist()
     ([2.0, 1.0], [True, True], [0.5, 0.5])
     """
 

@@ -52,7 +52,8 @@ class Penalty(Component):
     >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
     >>> penalty = Penalty(Ratio("theta", "ref"), "k2", coef=0.1, masked=True, weighted=False)
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, ref = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -1.0]])  # l = 2 and 0
+    >>> # l = 2 and 0
+    >>> logprobs, ref = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -1.0]])
     >>> padded_loss(Objective(PolicyGradient(), penalties=(penalty,)), logprobs, ref=ref, **step).per_term.penalty
     tensor([[0.2000, 0.0000]])
     """
@@ -177,7 +178,8 @@ class EntropyBonus:
     >>> objective = Objective(PolicyGradient(), entropy=EntropyBonus(0.01, masked=False))
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([0.0])}
     >>> entropy = torch.tensor([[1.0, 2.0]])
-    >>> padded_loss(objective, torch.tensor([[-1.0, -2.0]]), entropy=entropy, **step).loss  # -0.01 * (1 + 2) / 2 tokens
+    >>> # -0.01 * (1 + 2) / 2 tokens
+    >>> padded_loss(objective, torch.tensor([[-1.0, -2.0]]), entropy=entropy, **step).loss
     tensor(-0.0150)
     """
 
@@ -226,7 +228,8 @@ class AdvantageShift(Component):
     >>> shift = AdvantageShift(Ratio("theta", "ref"), coef=0.1)
     >>> step = {"mask": torch.tensor([[True]]), "advantages": torch.tensor([1.0]), "ref": torch.tensor([[-3.0]])}
     >>> logprobs = torch.tensor([[-1.0]])  # l = -1 + 3 = 2, so A = 1 - 0.1 * 2 = 0.8
-    >>> padded_loss(Objective(PolicyGradient(), shifts=(shift,)), logprobs, **step).per_term.surrogate  # -0.8 * -1
+    >>> # -0.8 * -1
+    >>> padded_loss(Objective(PolicyGradient(), shifts=(shift,)), logprobs, **step).per_term.surrogate
     tensor([[0.8000]])
     """
 

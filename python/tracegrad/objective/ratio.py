@@ -125,7 +125,8 @@ class Aggregation:
     >>> import torch
     >>> from tracegrad.objective import Importance, Objective, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, old = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()  # token ratios 4.5 and 0.5
+    >>> # Token ratios of 4.5 and 0.5.
+    >>> logprobs, old = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
     >>> for level in (Aggregation("token"), Aggregation("trace", "sum"), Aggregation("trace", "mean")):
     ...     objective = Objective(Importance(level), Ratio("theta", "old"))
     ...     print(padded_loss(objective, logprobs, old=old, **step).per_term.ratio)

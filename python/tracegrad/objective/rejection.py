@@ -305,9 +305,11 @@ class DropCovariance(AnyRejection):
     >>> from tracegrad.objective import Clip, Objective, padded_loss
     >>> rejection = DropCovariance(share=0.5, low=1.5, high=10.0, scope="microbatch")
     >>> step = {"mask": torch.ones(1, 3).bool(), "advantages": torch.tensor([[2.0, -1.0, -1.0]])}
-    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])  # means 0 and -2: cov is 2 * 1, -1 * 0 and -1 * -1
+    >>> # The means are 0 and -2, so cov is 2 * 1, -1 * 0 and -1 * -1.
+    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])
     >>> objective = Objective(Clip(), Ratio("theta", "old"), rejections=(rejection,))
-    >>> padded_loss(objective, logprobs, old=logprobs, **step).per_term.keep  # one candidate, and one is dropped
+    >>> # There is one candidate, and it is dropped.
+    >>> padded_loss(objective, logprobs, old=logprobs, **step).per_term.keep
     tensor([[False,  True,  True]])
     """
 
@@ -360,9 +362,11 @@ class TopCovariance(Component):
     >>> where = TopCovariance(share=0.5, scope="microbatch")
     >>> penalty = Penalty(Ratio("theta", "ref"), "abs", coef=1.0, masked=True, weighted=False, where=where)
     >>> step = {"mask": torch.ones(1, 3).bool(), "advantages": torch.tensor([[2.0, -1.0, -1.0]])}
-    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])  # means 0 and -2: cov is 2 * 1, -1 * 0 and -1 * -1
+    >>> # The means are 0 and -2, so cov is 2 * 1, -1 * 0 and -1 * -1.
+    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])
     >>> objective = Objective(PolicyGradient(), penalties=(penalty,))
-    >>> padded_loss(objective, logprobs, ref=logprobs - 0.5, **step).per_term.penalty  # one token of three
+    >>> # The penalty applies to one token of three.
+    >>> padded_loss(objective, logprobs, ref=logprobs - 0.5, **step).per_term.penalty
     tensor([[0.5000, 0.0000, 0.0000]])
     """
 

@@ -56,9 +56,11 @@ class Surrogate:
     ...     def loss(self, view):
     ...         return (view.log_ratio - view.advantages).square()
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[1.0, -1.0]])}
-    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])  # log-ratios of 0.5
+    >>> # Log-ratios of 0.5.
+    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
     >>> objective = Objective(Squared(), Ratio("theta", "old"))
-    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate  # (0.5 - 1)^2 and (0.5 + 1)^2
+    >>> # (0.5 - 1)^2 and (0.5 + 1)^2
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
     tensor([[0.2500, 2.2500]])
     """
 
@@ -163,7 +165,8 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
     >>> from tracegrad.objective import Objective, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[0.5, -1.0]])}
     >>> logprobs = torch.tensor([[-1.0, -2.0]])
-    >>> padded_loss(Objective(PolicyGradient()), logprobs, **step).per_term.surrogate  # -0.5 * -1 and 1 * -2
+    >>> # -0.5 * -1 and 1 * -2
+    >>> padded_loss(Objective(PolicyGradient()), logprobs, **step).per_term.surrogate
     tensor([[ 0.5000, -2.0000]])
     """
 
@@ -186,7 +189,8 @@ class CrossEntropy(Surrogate, locality="term", ratio=False):
     >>> import torch
     >>> from tracegrad.objective import Objective, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([-1.0])}
-    >>> padded_loss(Objective(CrossEntropy()), torch.tensor([[-1.0, -2.0]]), **step).loss  # (1 + 2) / 2 tokens
+    >>> # (1 + 2) / 2 tokens
+    >>> padded_loss(Objective(CrossEntropy()), torch.tensor([[-1.0, -2.0]]), **step).loss
     tensor(1.5000)
     """
 
@@ -212,7 +216,8 @@ class Importance(Surrogate, locality="term", times_advantage=True, ratio=True):
     >>> import torch
     >>> from tracegrad.objective import Objective, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([2.0])}
-    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()  # ratios 1.5 and 0.75
+    >>> # Ratios of 1.5 and 0.75.
+    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()
     >>> padded_loss(Objective(Importance(), Ratio("theta", "old")), logprobs, old=old, **step).per_term.surrogate
     tensor([[-3.0000, -1.5000]])
     """
@@ -242,7 +247,8 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
     >>> import torch
     >>> from tracegrad.objective import Objective, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()  # ratios 1.5 and 0.75
+    >>> # Ratios of 1.5 and 0.75.
+    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()
     >>> tokens = padded_loss(Objective(Clip(), Ratio("theta", "old")), logprobs, old=old, **step).per_term
     >>> tokens.surrogate, tokens.clipped  # -min(1.5, 1.2) and -min(0.75, 0.8)
     (tensor([[-1.2000, -0.7500]]), tensor([[ True, False]]))
@@ -315,9 +321,11 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
     >>> import torch
     >>> from tracegrad.objective import Objective, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, old = torch.tensor([[0.2, 0.6]]).log(), torch.tensor([[0.2, 0.2]]).log()  # ratios 1 and 3
+    >>> # Ratios of 1 and 3.
+    >>> logprobs, old = torch.tensor([[0.2, 0.6]]).log(), torch.tensor([[0.2, 0.2]]).log()
     >>> objective = Objective(Sigmoid(), Ratio("theta", "old"))
-    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate  # -4 sigmoid(0) and -4 sigmoid(2)
+    >>> # -4 sigmoid(0) and -4 sigmoid(2)
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
     tensor([[-2.0000, -3.5232]])
     """
 
@@ -393,9 +401,11 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
     >>> import torch
     >>> from tracegrad.objective import Objective, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, old = torch.tensor([[0.5, 0.55]]).log(), torch.tensor([[0.5, 0.5]]).log()  # ratios 1 and 1.1
+    >>> # Ratios of 1 and 1.1.
+    >>> logprobs, old = torch.tensor([[0.5, 0.55]]).log(), torch.tensor([[0.5, 0.5]]).log()
     >>> objective = Objective(FutureClip(half_life=1.0), Ratio("theta", "old"))
-    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate  # -1 * 1.1^0.5 and -1.1 * 1.1
+    >>> # -1 * 1.1^0.5 and -1.1 * 1.1
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
     tensor([[-1.0488, -1.2100]])
     """
 
@@ -452,9 +462,11 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
     >>> import torch
     >>> from tracegrad.objective import Objective, Ratio, padded_loss
     >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
-    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])  # log-ratios 1 and 0
+    >>> # Log-ratios of 1 and 0.
+    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
     >>> objective = Objective(GeoClip(), Ratio("theta", "old"))
-    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate  # -exp((0.4 + 0) / 2)
+    >>> # -exp((0.4 + 0) / 2)
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
     tensor([[-1.2214, -1.2214]])
     """
 

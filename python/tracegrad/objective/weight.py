@@ -173,7 +173,8 @@ class Gamma(Shape):
     Source: VESPO, arXiv 2602.10693: power 2, rate 3 where A >= 0 and power 3, rate 2 where A < 0.
 
     >>> import torch
-    >>> Gamma(power=2.0, rate=3.0).apply(torch.tensor([0.5, 1.0, 2.0]).log())  # e^1.5 / 4, 1, 4 / e^3
+    >>> # e^1.5 / 4, 1, 4 / e^3
+    >>> Gamma(power=2.0, rate=3.0).apply(torch.tensor([0.5, 1.0, 2.0]).log())
     tensor([1.1204, 1.0000, 0.1991])
     """
 
@@ -209,7 +210,8 @@ class Gaussian(Shape):
     Source: GIPO's Gaussian weight of the log-ratio.
 
     >>> import torch
-    >>> Gaussian(sigma=1.0).apply(torch.tensor([-1.0, 0.0, 1.0]))  # of log-ratios: e^-0.5, 1, e^-0.5
+    >>> # The arguments are log-ratios: e^-0.5, 1, e^-0.5.
+    >>> Gaussian(sigma=1.0).apply(torch.tensor([-1.0, 0.0, 1.0]))
     tensor([0.6065, 1.0000, 0.6065])
     """
 

@@ -107,7 +107,8 @@ class Batch:
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> [batch] = step.batches
-    >>> batch.ids.tolist(), batch.read.tolist(), batch.target.tolist()  # position 0 predicts id 6, position 1 id 7
+    >>> # Position 0 predicts id 6, and position 1 id 7.
+    >>> batch.ids.tolist(), batch.read.tolist(), batch.target.tolist()
     ([5, 6, 7], [0, 1], [6, 7])
     """
 
@@ -209,7 +210,8 @@ class Step:
     >>> ids, trainable = [5, 6, 7, 5, 8], [False, True, True, False, True]
     >>> sequences = Sequences.from_arrays(ids, [0, 3, 5], [nan, -0.5, -0.1, nan, -1.0], trainable, group=[0, 0])
     >>> [step] = pack(sequences, advantages=[1.0, -1.0], tokens_per_row=16)
-    >>> step.trace.tolist(), step.advantages.tolist(), step.trace_terms.tolist()  # of three trained tokens
+    >>> # One entry for each of three trained tokens.
+    >>> step.trace.tolist(), step.advantages.tolist(), step.trace_terms.tolist()
     ([0, 0, 1], [1.0, 1.0, -1.0], [2, 2, 1])
     """
 

@@ -135,7 +135,8 @@ class TermArrays(Protocol):
     >>> names = ("ratio", "weight", "keep", "clipped", "advantages", "logprobs", "gradient")
     >>> arrays = {name: np.ones(2) for name in names}
     >>> record: TermArrays = TokenRecord(step=1, origin=np.array([1, 2]), trace=np.array([0, 0]), **arrays)
-    >>> record.origin.tolist(), record.ratio.tolist()  # pass it as `terms=[record]` to `write_report`
+    >>> # Pass it as `terms=[record]` to `write_report`.
+    >>> record.origin.tolist(), record.ratio.tolist()
     ([1, 2], [1.0, 1.0])
     """
 

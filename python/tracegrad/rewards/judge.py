@@ -108,7 +108,8 @@ class JudgeResult:
     >>> scores = ([1.0, 0.5], [0.5, 0.5])
     >>> votes = [JudgeVote(vote=number, scores=score, **vote) for number, score in enumerate(scores)]
     >>> result = JudgeResult.from_votes(votes, count=2)
-    >>> result.scores.tolist(), result.disagreement.tolist()  # mean and deviation of 1.0 and 0.5
+    >>> # Mean and deviation of 1.0 and 0.5, and of 0.5 and 0.5.
+    >>> result.scores.tolist(), result.disagreement.tolist()
     ([0.75, 0.5], [0.25, 0.0])
     """
 
@@ -279,7 +280,8 @@ class Judge:
     ...     return {"choices": [{"message": {"content": answer}}]}
     >>> question = {"role": "user", "content": "2+2?"}
     >>> trajectories = [[question, {"role": "assistant", "content": text}] for text in ("4", "5")]
-    >>> asyncio.run(Judge(chat).score(trajectories, group="sum")).scores  # it was shown the second one as "1"
+    >>> # The judge was shown the second trajectory as "1".
+    >>> asyncio.run(Judge(chat).score(trajectories, group="sum")).scores
     array([1. , 0.5])
     """
 

@@ -246,7 +246,8 @@ class ScoredTraces:
     ...     for text in ("4", "5")
     ... ]
     >>> scored = score_traces(Traces.from_records(records), correct)
-    >>> scored.groups, scored.unscored_traces, scored.rows[1]  # its reward, and that of each function
+    >>> # The reward of the second trace, and that of each function.
+    >>> scored.groups, scored.unscored_traces, scored.rows[1]
     (1, 0, (0.0, (0.0,)))
     """
 
@@ -300,7 +301,8 @@ class JudgedTraces(ScoredTraces):
     ...     return {"choices": [{"message": message}], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
     >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     >>> judged = asyncio.run(judge_traces(Traces.from_records([{"messages": messages}]), chat, votes=2))
-    >>> judged.prompt_tokens, judged.completion_tokens, judged.cost((1.0, 2.5))  # prices of a million tokens
+    >>> # The arguments of `cost` are prices of a million tokens.
+    >>> judged.prompt_tokens, judged.completion_tokens, judged.cost((1.0, 2.5))
     (200, 40, 0.0003)
     """
 

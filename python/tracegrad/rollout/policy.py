@@ -46,7 +46,8 @@ class NoAnswer(TracegradError):
     """A server's answer contains no message.
 
     >>> try:
-    ...     message_of({"choices": []})  # `Policy.chat` calls it with the response of a server
+    ...     # `Policy.chat` calls it with the response of a server
+    ...     message_of({"choices": []})
     ... except NoAnswer as error:
     ...     print(error.code)
     TG-ROLLOUT-028

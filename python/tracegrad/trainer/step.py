@@ -109,7 +109,8 @@ class StepResult:
     >>> from tracegrad.objective import PolicyGradient
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,12 +172,14 @@ def optimizer_step(
     >>> from tracegrad.objective import PolicyGradient
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> losses = [optimizer_step(model, step, Objective(PolicyGradient()), optimizer).loss for _ in range(2)]
-    >>> round(losses[0], 4), losses[1] < losses[0]  # -log(1 / 8), and less after the first step
+    >>> # -log(1 / 8), and less after the first step
+    >>> round(losses[0], 4), losses[1] < losses[0]
     (2.0794, True)
     """
     target = as_distributed_model(model)
@@ -295,7 +298,8 @@ def compute_logprobs(model: Any, batches: Sequence[Batch], precision: torch.dtyp
     >>> from tracegrad import Sequences, pack
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> [logprobs] = compute_logprobs(model, step.batches)

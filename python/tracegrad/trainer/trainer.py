@@ -88,7 +88,8 @@ class Trainer:
     >>> from tracegrad.objective import PolicyGradient
     >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
-    >>> _ = model.lm_head.weight.data.zero_()  # each of the 8 tokens gets probability 1 / 8
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
     >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
     >>> with TemporaryDirectory() as folder:

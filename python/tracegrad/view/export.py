@@ -72,7 +72,8 @@ def export_page(session: Viewer, rows: Sequence[int], path: Path) -> int:
     ...     with Viewer([f"{folder}/traces.jsonl"], Path(folder, "index")) as session:
     ...         while not session.state()["done"]:
     ...             time.sleep(0.01)
-    ...         export_page(session, rows=[0, 1], path=Path(folder, "page.html")) > 10_000  # bytes
+    ...         # The result is a number of bytes.
+    ...         export_page(session, rows=[0, 1], path=Path(folder, "page.html")) > 10_000
     True
     """
     run_files = [file for run in session.runs for file in run.iterdir()]
