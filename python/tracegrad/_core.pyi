@@ -22,12 +22,13 @@ class TracegradError(ValueError):
 
     `file`, `line`, `trace`, `turn` and `token` are None if they do not apply.
 
-    >>> import tracegrad as tg
-    >>> try:
-    ...     tg.read("missing.jsonl")
-    ... except tg.TracegradError as error:
-    ...     print(type(error).__name__, error.code, error.file)
-    ReadError TG-READ-011 missing.jsonl
+    Examples:
+        >>> import tracegrad as tg
+        >>> try:
+        ...     tg.read("missing.jsonl")
+        ... except tg.TracegradError as error:
+        ...     print(type(error).__name__, error.code, error.file)
+        ReadError TG-READ-011 missing.jsonl
     """
 
     code: str | None

@@ -152,5 +152,7 @@ def test_problems_of_a_block_are_found():
 
 def test_examples_of_a_page_are_sessions():
     assert build._code("    >>> 1 + 1\n    2\n") == "```pycon\n>>> 1 + 1\n2\n```"
+    page = build._page("a", ROOT / "python" / "tracegrad" / "advantage" / "__init__.py", [])
+    assert page.index("```text\n") < page.index("```\n", page.index("```text\n") + 1) < page.index("```pycon\n>>> from")
     assert build._code("    1 + 1\n") == "```python\n1 + 1\n```"
     assert build._code("    GRPO    group_mean(\n") == "```text\nGRPO    group_mean(\n```"
