@@ -59,14 +59,16 @@ def api() -> dict[str, str]:
 
 def _page(name: str, path: Path, names: list[str]) -> str:
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    # Four spaces are code in a docstring of ours.
-    said = re.sub(r"(?m)(?:^    .*\n?|^\n(?=    ))+", lambda found: f"\n{_code(found[0])}\n", said)
+    # Four spaces are code in a docstring of ours, and a session after an empty line is a block of its own.
+    said = re.sub(r"(?m)(?:^    .*\n?|^\n(?=    (?!>>>)))+", lambda found: f"\n{_code(found[0])}\n", said)
     return "\n\n".join([f"# {name}", said, *(f"::: {name}.{each}" for each in names)]) + "\n"
 
 
 def _code(indented: str) -> str:
-    """Code as a fence: of Python where it is Python, else of text."""
+    """Code as a fence: of a Python session where it begins with a prompt, of Python where it is that, else of text."""
     code = "\n".join(line.removeprefix("    ") for line in indented.strip("\n").split("\n"))
+    if code.startswith(">>>"):
+        return f"```pycon\n{code}\n```"
     try:
         ast.parse(code)
     except SyntaxError:

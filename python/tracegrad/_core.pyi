@@ -18,6 +18,19 @@ _Rendered = tuple[
 
 # errors
 class TracegradError(ValueError):
+    """Base class of all errors: a ValueError with the code of its cause, and the place if there is one.
+
+    `file`, `line`, `trace`, `turn` and `token` are None if they do not apply.
+
+    Examples:
+        >>> import tracegrad as tg
+        >>> try:
+        ...     tg.read("missing.jsonl")
+        ... except tg.TracegradError as error:
+        ...     print(type(error).__name__, error.code, error.file)
+        ReadError TG-READ-011 missing.jsonl
+    """
+
     code: str | None
     file: str | None
     line: int | None

@@ -18,6 +18,15 @@ model.
     KL in the reward        group_mean(kl_in_reward(rewards, old, ref, ...).rewards, groups), AdaptiveKl
     optimal token baseline  optimal_token_baseline
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
+
+    >>> from tracegrad.advantage import group_mean, opo
+    >>> rewards, groups = [1.0, 0.0, 0.5], ["a", "a", "b"]
+    >>> # "zero" is a value of `Singleton`.
+    >>> group_mean(rewards, groups, single_sample_group="zero").tolist()
+    [0.5, -0.5, 0.0]
+    >>> # "std" is a value of `Scale`.
+    >>> group_mean(rewards, groups, scale="std", eps=0.0, ddof=0, single_sample_group="zero").tolist()
+    [1.0, -1.0, 0.0]
 """
 
 from tracegrad.advantage.kl import AdaptiveKl, PenalisedRewards, kl_in_reward

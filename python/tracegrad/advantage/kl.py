@@ -27,6 +27,13 @@ class PenalisedRewards(NamedTuple):
         rewards: [R] float64, each minus the penalties of the tokens of its trace.
         per_term: [M] float64, -coef times the estimate at each token; add it to rewards of tokens (`at_turn_ends`).
         kl: mean of the estimate over each trace, then over traces with a token; pass it to `AdaptiveKl.after`.
+
+    >>> result = kl_in_reward([1.0, 0.0], [-1.0, -1.0], [-1.5, -1.0], [0, 1], coef=0.1)
+    >>> # 1 - 0.1 * (-1.0 + 1.5), and 0 without a difference
+    >>> result.rewards.round(3).tolist()
+    [0.95, 0.0]
+    >>> result.kl  # the mean of 0.5 and 0
+    0.25
     """
 
     rewards: Floats

@@ -33,6 +33,11 @@ class GroupCounts:
         equal_ids: ids of the equal groups.
         equal_rewards: the reward of each equal group; it distinguishes "all solved" from "none solved".
         unscorable_ids: ids of groups without any scorable trace.
+
+    >>> counts = group_counts([1.0, 1.0, 0.0, 1.0], ["easy", "easy", "hard", "hard"])
+    >>> # Both traces of "easy" have the same reward.
+    >>> counts.groups, counts.equal, counts.equal_ids
+    (2, 1, ('easy',))
     """
 
     traces: int

@@ -93,7 +93,14 @@ _VARIANCE_EPS = 1e-8
 
 
 class Gae(NamedTuple):
-    """Result of `gae`: advantages [M] float64, and returns [M] float64, the target of the value function."""
+    """Result of `gae`: advantages [M] float64, and returns [M] float64, the target of the value function.
+
+    >>> result = gae([0.0, 1.0], [0.5, 0.25], [0, 0], gamma=1.0, lam=1.0)
+    >>> result.returns.tolist()  # both tokens see the reward of 1 at the end
+    [1.0, 1.0]
+    >>> result.advantages.tolist()  # minus the values 0.5 and 0.25
+    [0.5, 0.75]
+    """
 
     advantages: Floats
     returns: Floats
@@ -126,7 +133,7 @@ def returns(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> Floats:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -> NDArray[np.float32]:
-    """REINFORCE++: return discounted returns, whitened over all tokens (deviation with n - 1, 1e-8 in the variance).
+    """Compute REINFORCE++: discounted returns, whitened over all tokens (deviation with n - 1, 1e-8 in the variance).
 
     Args: as `returns`.
 
@@ -148,7 +155,7 @@ def reinforce_plus_plus(rewards: ArrayLike, trace: ArrayLike, *, gamma: float) -
 def reinforce_plus_plus_baseline(
     rewards: ArrayLike, groups: ArrayLike, trace: ArrayLike, *, single_sample_group: Singleton = "error"
 ) -> NDArray[np.float32]:
-    """REINFORCE++ with a baseline: return reward minus the mean of its group, whitened over all tokens.
+    """Compute REINFORCE++ with a baseline: reward minus the mean of its group, whitened over all tokens.
 
     Args:
         rewards: [R], NaN if a trace could not be scored: its tokens have 0, and are left out of mean and deviation.

@@ -111,6 +111,16 @@ def align(
     Raises:
         AlignmentError, TemplateError, TokenizerError: for the first trace that cannot be aligned.
         ArgumentError: if an argument has an invalid value.
+
+    >>> from tracegrad import Tokenizer, read
+    >>> sampled = {"role": "assistant", "content": "4", "token_ids": [22, 2], "logprobs": [-0.5, -0.125]}
+    >>> traces = read([{"messages": [{"role": "user", "content": "2+2?"}, sampled], "reward": 1.0}])
+    >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
+    >>> sequences = align(traces, tokenizer)
+    >>> tokenizer.decode(sequences.ids)
+    '<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>'
+    >>> sequences.ids[sequences.trainable].tolist(), sequences.rollout_logprobs[sequences.trainable].tolist()
+    ([22, 2], [-0.5, -0.125])
     """
     _validation.instance(traces, "traces", (Traces, Trace), "Pass what read() gave.")
     _validation.instance(tokenizer, "tokenizer", Tokenizer, "Pass Tokenizer.from_pretrained(directory).")

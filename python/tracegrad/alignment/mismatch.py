@@ -36,6 +36,15 @@ class AlignmentReport:
         left_out: the row of the trace of each error, among the traces that `align` got; not saved.
         server_profiles: number of traces with a rendered prompt, by the server whose rules were used: `vllm`, or `vllm
             (assumed)` if neither the record nor the caller named a server.
+
+    >>> from tracegrad import Tokenizer, align, read
+    >>> sampled = {"role": "assistant", "content": "or", "token_ids": [81, 84, 2], "logprobs": [-0.5, -0.1, -0.1]}
+    >>> traces = read([{"messages": [{"role": "user", "content": "2+2?"}, sampled]}])
+    >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
+    >>> tokenizer.encode("or").tolist()  # one token, but the policy sampled "o" and "r"
+    [361]
+    >>> align(traces, tokenizer, mode="align").alignment_report.table()
+    {'R01 noncanonical_bpe': {'findings': 1, 'traces': 1, 'tokens': 1}}
     """
 
     reason: NDArray[np.uint8]

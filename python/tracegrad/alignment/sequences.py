@@ -124,6 +124,18 @@ class Sequences:
         extras: named arrays per token [T, ...], or `Ragged` if rows differ in length; sliced along with the tokens.
             `routed_experts` (-1 if a token has none) and `sampling_mask` come from the records.
         images: the spans of images; None if there are none.
+
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays(
+    ...     ids=[5, 6, 7, 5, 8],
+    ...     cu_seqlens=[0, 3, 5],
+    ...     rollout_logprobs=[nan, -0.5, -0.1, nan, -1.0],
+    ...     trainable=[False, True, True, False, True],
+    ...     group=[0, 0],
+    ...     rewards=[1.0, 0.0],
+    ... )
+    >>> sequences.traces, sequences.tokens, sequences.terms.tolist(), sequences.reward.tolist()
+    (2, 5, [1, 2, 4], [1.0, 0.0])
     """
 
     ids: NDArray[np.int32]

@@ -125,6 +125,12 @@ class Tokenizer:
     `Tokenizer.from_pretrained` creates it. `len(tokenizer)` and `vocab_size` are one more than the largest id. A pickle
     contains the contents of the files, so that another process or machine can load it without the files. A copy is the
     same object, because tokenizers are immutable.
+
+    >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
+    >>> tokenizer.decode(tokenizer.encode("2+2?"))
+    '2+2?'
+    >>> tokenizer.render([{"role": "user", "content": "2+2?"}], add_generation_prompt=True).text
+    '<|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n'
     """
 
     def __init__(self, core: _core.Tokenizer, folder: Path | None = None) -> None:

@@ -1,6 +1,13 @@
 """Read the options of a run from defaults, a TOML file and `--a.b value`.
 
 Names and values become frozen dataclasses, or an error with the nearest valid name.
+
+    >>> from tracegrad.config import FEATURES, SECTIONS, Config, load
+    >>> config = load(overrides=[("objective", "GRPO"), ("optimizer.lr", "2e-4")])
+    >>> [name for name in SECTIONS if getattr(config, name) != getattr(Config(), name)]
+    ['optimizer', 'objective']
+    >>> "filter" in FEATURES, "optimizer" in FEATURES
+    (True, False)
 """
 
 from tracegrad.config.dotted_keys import did_you_mean, join_list, nearest, scalar

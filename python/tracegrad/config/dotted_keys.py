@@ -133,7 +133,11 @@ def _read_list(value: Any, item: type, finite: bool) -> tuple[Any, ...]:
 
 
 def scalar(value: Any) -> Scalar:
-    """Convert a command-line string to a TOML scalar: a boolean, an integer, a float, or else a string."""
+    """Convert a command-line string to a TOML scalar: a boolean, an integer, a float, or else a string.
+
+    >>> scalar("true"), scalar("3"), scalar("1e-5"), scalar("GRPO")
+    (True, 3, 1e-05, 'GRPO')
+    """
     if not isinstance(value, str):
         return value
     if value in ("true", "false"):
@@ -284,5 +288,6 @@ def _wrong(name: str, value: Any, rule: object, opening: str, hint: str = "") ->
     if isinstance(value, (list, Mapping)):
         description = f"{'a list' if isinstance(value, list) else 'a table'} of {len(value):,}"
     return ArgumentError(
-        f"TG-CONFIG-003: {opening}{shorten(name)} is {description}. It must be {rule}.{hint} Correct it or leave it out."
+        f"TG-CONFIG-003: {opening}{shorten(name)} is {description}. It must be {rule}.{hint} Correct it or leave it "
+        "out."
     )

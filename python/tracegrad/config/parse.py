@@ -57,6 +57,15 @@ def update(config: Config, values: Iterable[tuple[str, Any]], *, where: str = ""
 
     Raises:
         ArgumentError: if a name is unknown, or a value has the wrong type or is out of range.
+
+    >>> changed = update(Config(), [("optimizer.lr", 1e-5), ("train.epochs", "2")])
+    >>> changed.optimizer.lr, changed.train.epochs
+    (1e-05, 2)
+    >>> try:
+    ...     update(changed, [("optimizer.learning_rate", 1e-5)])
+    ... except ArgumentError as error:
+    ...     print(error.code)
+    TG-CONFIG-001
     """
     changes: dict[str, Any] = {}
     objective_fields: dict[str, Scalar] = {}
@@ -78,6 +87,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
     Raises:
         ArgumentError: if it cannot be read or is not TOML, or on Python 3.10 without tomli.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "run.toml")
+    ...     _ = path.write_text("[optimizer]\\nlr = 1e-5\\n")
+    ...     read_toml(path)
+    {'optimizer': {'lr': 1e-05}}
     """
     try:
         import tomllib
@@ -133,7 +149,12 @@ def to_toml(config: Config, without: Iterable[str] = ()) -> str:
 
 
 def as_dict(config: Config) -> dict[str, Value]:
-    """Return {dotted name: value}, as JSON has them, with the objective's overrides."""
+    """Return {dotted name: value}, as JSON has them, with the objective's overrides.
+
+    >>> flat = as_dict(load(overrides=[("objective.surrogate.high", "0.3")]))
+    >>> flat["optimizer.lr"], flat["objective.preset"], flat["objective.surrogate.high"]
+    (1e-06, 'DAPO', 0.3)
+    """
     flat: dict[str, Value] = {}
     for section in SECTIONS[:-1]:
         part = getattr(config, section)
@@ -144,7 +165,13 @@ def as_dict(config: Config) -> dict[str, Value]:
 
 
 def describe() -> str:
-    """Return the markdown table of all options for docs/reference/configuration.md."""
+    """Return the markdown table of all options for docs/reference/configuration.md.
+
+    >>> for line in describe().splitlines():
+    ...     if line.startswith("| `train.epochs`"):
+    ...         print(line)
+    | `train.epochs` | `1` | Number of passes over the groups. |
+    """
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, (kind, default) in options().items():
         section, _, key = name.partition(".")
@@ -154,7 +181,11 @@ def describe() -> str:
 
 
 def options() -> dict[str, tuple[Any, Value]]:
-    """Return {dotted name: (type, default)}, without the objective's own fields."""
+    """Return {dotted name: (type, default)}, without the objective's own fields.
+
+    >>> options()["optimizer.lr"], options()["advantage.ddof"]
+    ((<class 'float'>, 1e-06), (<class 'int'>, 1))
+    """
     found = leaves({name: getattr(Config(), name) for name in SECTIONS})
     return {name: (kind, _as_toml_value(default)) for name, (kind, default) in found.items()}
 
@@ -164,7 +195,12 @@ def _as_toml_value(value: Any) -> Value:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the string below each field of a dataclass, on one line."""
+    """Return the string below each field of a dataclass, on one line.
+
+    >>> from tracegrad.config import Filter
+    >>> field_docs(Filter)["max_reward"]
+    'Drop traces with a higher reward.'
+    """
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}
@@ -186,6 +222,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list
     """Return (dotted name, value) pairs of nested tables.
 
     An empty table that is not a section, or a table nested too deeply, stays a value, which raises an error later.
+
+    >>> flatten({"optimizer": {"lr": 1e-5}, "objective": {"surrogate": {"high": 0.3}, "preset": "GRPO"}})
+    [('objective.preset', 'GRPO'), ('optimizer.lr', 1e-05), ('objective.surrogate.high', 0.3)]
     """
     flat: list[tuple[str, Any]] = []
     for key, value in nested.items():

@@ -67,7 +67,13 @@ DASHBOARDS = ("tensorboard", "wandb", "trackio")
 
 @dataclass(frozen=True)
 class Data:
-    """Options of reading, alignment and selection of traces."""
+    """Options of reading, alignment and selection of traces.
+
+    >>> from tracegrad.config import load
+    >>> data = load(overrides=[("data.reward", "exact, format"), ("data.reward_weights", "1, 0.5")]).data
+    >>> data.reward, data.reward_weights, data.holdout
+    (('exact', 'format'), (1.0, 0.5), 0.05)
+    """
 
     on_error: Literal["raise", "skip", "quarantine"] = "raise"
     """Handling of records that cannot be read or aligned. raise stops, skip drops and counts them, quarantine also
@@ -104,7 +110,13 @@ class Data:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of several prepared folders."""
+    """Mixture of several prepared folders.
+
+    >>> from tracegrad.config import load
+    >>> # A quarter of the second folder's groups per epoch.
+    >>> load(overrides=[("mixture.weights", "1, 0.25")]).mixture
+    Mixture(weights=(1.0, 0.25))
+    """
 
     weights: tuple[float, ...] = ()
     """One number per folder. An epoch uses the fraction (number / largest number) of the groups of a folder."""
@@ -112,7 +124,13 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Filter:
-    """Filters that drop or mask aligned traces, or change their reward."""
+    """Filters that drop or mask aligned traces, or change their reward.
+
+    >>> from tracegrad.config import load
+    >>> chosen = load(overrides=[("filter.max_staleness", "4"), ("filter.mask_truncated", "true")]).filter
+    >>> chosen.max_staleness, chosen.mask_truncated, chosen.drop_zero_std_groups
+    (4, True, False)
+    """
 
     drop_zero_std_groups: bool = False
     """Drop groups in which all rewards are equal, as in DAPO's dynamic sampling but without refilling. Denominators do
@@ -160,7 +178,12 @@ class Filter:
 
 @dataclass(frozen=True)
 class Pack:
-    """Packing of traces into steps and rows."""
+    """Packing of traces into steps and rows.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("pack.tokens_per_row", "4096"), ("pack.too_long", "truncate")]).pack
+    Pack(tokens_per_row=4096, too_long='truncate', share_prefixes=False, skip_zero_weight=False)
+    """
 
     tokens_per_row: int = 8192
     """Tokens per row, which is one forward pass. Lower it if memory runs out, and on CPU, where the cost of attention
@@ -181,7 +204,12 @@ class Pack:
 
 @dataclass(frozen=True)
 class Advantage:
-    """Computation of advantages from rewards."""
+    """Computation of advantages from rewards.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("advantage.scale", "std")]).advantage == Advantage("group_mean", scale="std", ddof=1)
+    True
+    """
 
     baseline: Literal["group_mean", "batch_mean", "rloo", "opo", "max_rl", "a_star", "none"] = "group_mean"
     """Baseline: mean of the group, of the batch, of the other traces (rloo), or weighted by length (opo). max_rl also
@@ -207,6 +235,10 @@ class RewardKl:
     """KL penalty in the reward: subtracted from a trace's reward for its divergence from the reference.
 
     It is applied before advantages are computed.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("reward_kl.coef", "0.01"), ("reward_kl.kind", "k3")]).reward_kl
+    RewardKl(coef=0.01, kind='k3', cap=0.0, target_kl=0.0, horizon=10000.0)
     """
 
     coef: float = 0.0
@@ -232,7 +264,13 @@ class RewardKl:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Options of AdamW."""
+    """Options of AdamW.
+
+    >>> from tracegrad.config import load
+    >>> optimizer = load(overrides=[("optimizer.lr", "1e-5")]).optimizer
+    >>> optimizer.lr, optimizer.beta1, optimizer.grad_clip
+    (1e-05, 0.9, 1.0)
+    """
 
     lr: float = 1e-6
     """Learning rate. 1e-6 suits models with at least a billion parameters; the 0.7 M model of the quickstart uses 2e-4.
@@ -258,7 +296,13 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning-rate schedule, with the values of transformers' get_scheduler under the same name."""
+    """Learning-rate schedule, with the values of transformers' get_scheduler under the same name.
+
+    >>> from tracegrad.config import load
+    >>> schedule = load(overrides=[("schedule.name", "cosine"), ("schedule.warmup_steps", "10")]).schedule
+    >>> schedule.name, schedule.warmup_steps
+    ('cosine', 10)
+    """
 
     name: Literal[
         "constant",
@@ -301,7 +345,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Train:
-    """Options of the training loop."""
+    """Options of the training loop.
+
+    >>> from tracegrad.config import load
+    >>> train = load(overrides=[("train.groups_per_step", "32"), ("train.lora_rank", "16")]).train
+    >>> train.groups_per_step, train.lora_rank, train.epochs
+    (32, 16, 1)
+    """
 
     epochs: int = 1
     """Number of passes over the groups."""
@@ -373,7 +423,13 @@ class Eval:
 
 @dataclass(frozen=True)
 class Stop:
-    """Conditions for early stopping. The run then ends with a checkpoint."""
+    """Conditions for early stopping. The run then ends with a checkpoint.
+
+    >>> from tracegrad.config import load
+    >>> # Stop if the effective sample size falls below a tenth.
+    >>> load(overrides=[("stop.min_ope_ess", "0.1")]).stop
+    Stop(min_ope_ess=0.1, ope_falls=False)
+    """
 
     min_ope_ess: float = 0.0
     """Stop if the effective sample size of the off-policy estimate falls below this fraction of the held-out traces."""
@@ -386,7 +442,12 @@ class Stop:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Distribution over several processes started by torchrun."""
+    """Distribution over several processes started by torchrun.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("parallel.mode", "fsdp")]).parallel
+    Parallel(mode='fsdp')
+    """
 
     mode: Literal["auto", "fsdp", "ddp", "none"] = "auto"
     """fsdp shards parameters, gradients and optimizer states; ddp replicates them. auto is fsdp on CUDA, ddp on CPU,
@@ -395,7 +456,12 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Interval and number of checkpoints."""
+    """Interval and number of checkpoints.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("checkpoint.every_steps", "50")]).checkpoint
+    Checkpoint(every_steps=50, keep=2)
+    """
 
     every_steps: int = 0
     """Optimizer steps between checkpoints. 0 writes one at the end of each epoch."""
@@ -451,7 +517,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The objective: name of a preset, and changes to its fields."""
+    """The objective: name of a preset, and changes to its fields.
+
+    >>> from tracegrad.config import load
+    >>> load(overrides=[("objective", "GRPO"), ("objective.surrogate.high", "0.28")]).objective
+    ObjectiveConfig(preset='GRPO', overrides=(('surrogate.high', 0.28),))
+    """
 
     preset: str = "DAPO"
     """Name of a preset in tracegrad.objective.presets, or module:NAME for your own objective."""

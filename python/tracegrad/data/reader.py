@@ -291,6 +291,15 @@ def stream(
     Raises:
         ArgumentError: if an option is invalid, or `format` is set together with `map.session`.
         ReadError: if the first input cannot be opened.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> records = [{"messages": messages, "reward": reward} for reward in (1, 0, 1)]
+    >>> parts = stream(records)
+    >>> for traces in parts:
+    ...     print(len(traces), traces.reward.tolist())
+    3 [1.0, 0.0, 1.0]
+    >>> parts.read_report.traces, parts.read_report.bad
+    (3, 0)
     """
     options = Options(batch, format, on_error, quarantine, limit, max_record_bytes, chunk_bytes)
     field_map = FieldMap(**map) if isinstance(map, Mapping) else map or FieldMap()

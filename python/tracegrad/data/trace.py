@@ -588,6 +588,15 @@ def write(traces: Traces | Iterable[Traces | Trace], path: Path) -> None:
 
     Raises:
         ReadError: if the file cannot be written, such as for a missing directory or a full disk.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> import tracegrad as tg
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> traces = [Trace.from_messages(messages, reward=reward) for reward in (1, 0)]
+    >>> with TemporaryDirectory() as folder:
+    ...     write(traces, f"{folder}/traces.jsonl.gz")
+    ...     tg.read(f"{folder}/traces.jsonl.gz").reward.tolist()
+    [1.0, 0.0]
     """
     writer = _core.TraceWriter(os.fspath(path))
     try:

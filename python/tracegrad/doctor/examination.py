@@ -265,6 +265,18 @@ class Diagnosis:
         suggestions: lines about fields that look like the reward, group or session, if you did not specify them, each
             with the flag to pass.
         next_command: the command to run next; "" if there is none.
+
+    >>> import json
+    >>> from tempfile import TemporaryDirectory
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> messages[1] |= {"token_ids": [22, 2], "logprobs": [-0.5, -0.1]}
+    >>> records = [{"messages": messages, "reward": reward, "group": "sum"} for reward in (1, 0)]
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "traces.jsonl")
+    ...     _ = path.write_text("\\n".join(map(json.dumps, records)))
+    ...     diagnosis = diagnose(path, "examples/quickstart/model")
+    >>> diagnosis.trained_tokens, diagnosis.findings, diagnosis.rewards
+    (4, (), 'rewards 0 to 1, mean 0.5; 1 groups of 2 traces')
     """
 
     source: str
@@ -353,6 +365,17 @@ def diagnose(
         ReadError: if a file cannot be read, is empty, or has no trace.
         TokenizerError, TemplateError: if the model folder has no usable tokenizer or chat template.
         ArgumentError: if an argument has an invalid value.
+
+    >>> import json
+    >>> from tempfile import TemporaryDirectory
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> messages[1] |= {"token_ids": [22, 2], "logprobs": [-0.5, -0.1]}
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "traces.jsonl")
+    ...     _ = path.write_text(2 * (json.dumps({"messages": messages, "reward": 1.0, "group": "sum"}) + "\\n"))
+    ...     diagnosis = diagnose(path, "examples/quickstart/model")
+    >>> diagnosis.exit_code, [(finding.name, finding.severity.name) for finding in diagnosis.findings]
+    (1, [('equal_rewards', 'WRONG')])
     """
     if max_tokens is not None and max_tokens < 1:
         raise ArgumentError(

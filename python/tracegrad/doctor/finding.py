@@ -18,6 +18,9 @@ class Severity(IntEnum):
 
     `WRONG`: training on the data would be wrong. `COSTS`: training is right, but something is wasted or lost. `NOTE`:
     worth knowing.
+
+    >>> max(Severity.NOTE, Severity.WRONG, Severity.COSTS).name
+    'WRONG'
     """
 
     NOTE = 1
@@ -35,6 +38,9 @@ class Place:
         turn: generation of the trace, from 0, or None.
         token: token of the turn, from 0, or None.
         record: number of the record in the file, if one line can have several records.
+
+    >>> print(Place("runs.jsonl", 17, trace="task-3", turn=0, token=2))
+    runs.jsonl:17 trace 'task-3' turn 0 token 2
     """
 
     file: str | None
@@ -69,6 +75,11 @@ class Hits:
         total: how many were checked; the thresholds apply to count / of.
         first: the first place, None if there is none.
         description: description of the first hit, or of all hits.
+
+    >>> # The hits of two parts of a file.
+    >>> hits = Hits(count=0, total=5) + Hits(count=2, total=3, first=Place("runs.jsonl", 17))
+    >>> hits.count, hits.total, hits.first.line
+    (2, 8, 17)
     """
 
     count: int = 0
@@ -94,6 +105,13 @@ class Check:
         fix: the fix.
         run: the function. Its docstring describes what it detects, its threshold, and the reason for that threshold.
         hides: names of checks whose findings only repeat this one if this one is WRONG.
+
+    >>> from tracegrad.doctor import CHECKS
+    >>> check = next(check for check in CHECKS if check.name == "bad_records")
+    >>> check.title, check.unit
+    ('records that cannot be read', 'records')
+    >>> check.finding(Hits(count=1, total=4)).severity.name, check.finding(Hits(count=2, total=4)).severity.name
+    ('COSTS', 'WRONG')
     """
 
     name: str
@@ -120,6 +138,12 @@ class Finding:
         check: the check that found it.
         severity: severity by the share of hits.
         hits: number of hits, and the first place.
+
+    >>> from tracegrad.doctor import CHECKS
+    >>> check = next(check for check in CHECKS if check.name == "bad_records")
+    >>> finding = Finding(check, Severity.COSTS, Hits(count=1, total=4, first=Place("runs.jsonl", 17)))
+    >>> finding.name, finding.share, finding.as_dict()["unit"], finding.hits.first.line
+    ('bad_records', 0.25, 'records', 17)
     """
 
     check: Check

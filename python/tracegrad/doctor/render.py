@@ -21,6 +21,10 @@ def render_lines(diagnosis: Diagnosis) -> list[str]:
 
     A clean file gets two lines. Otherwise there is a summary, then four or five lines for each of at most ten findings.
     The command to run next comes last.
+
+    >>> diagnosis = Diagnosis("traces.jsonl", traces=2, turns=2, trained_tokens=14, findings=())
+    >>> print("\\n".join(render_lines(diagnosis)))
+    clean    2 traces, 2 turns, 14 tokens to train in traces.jsonl: nothing found
     """
     source, findings = printable(diagnosis.source), diagnosis.findings
     counts = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.trained_tokens:,} tokens to train"

@@ -30,6 +30,12 @@ class LagTest:
         turns: turns that contain these tokens.
         draws: distinct turns among them.
         places: effective number of distinct places between neighbours: (sum n)^2 / sum n^2 over their counts n.
+
+    >>> # The logprobs are one token too late.
+    >>> logprobs, reference = [-1, -9, -2, -8, -3, -7], [-7, -1, -9, -2, -8, -3]
+    >>> test = lag_test(logprobs, reference, [0, 6])
+    >>> test.best, test.turns, test.correlation[0] < test.correlation[1]
+    (1, 1, True)
     """
 
     correlation: Mapping[int, float]

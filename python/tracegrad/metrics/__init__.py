@@ -2,6 +2,14 @@
 
 Each `Metric` has a name, a unit, a denominator and a formula over sums, so that you can look up each number of
 metrics.jsonl by its name. Sums merge over micro-batches and ranks. docs/reference/metrics.md lists all metrics.
+
+    >>> from tracegrad.metrics import METRICS, Row
+    >>> row: Row = {"step": 1, "loss": -0.0123}  # of metrics.jsonl
+    >>> for metric in METRICS:
+    ...     if metric.name in row:
+    ...         print(f"{metric.name}: {metric.meaning}")
+    step: Optimizer steps so far, this one included; 0 is before the first.
+    loss: What was minimised: surrogate plus penalties.
 """
 
 from tracegrad.metrics.aggregate import Moments, Rows, Sums, moments

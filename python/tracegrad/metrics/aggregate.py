@@ -137,6 +137,11 @@ class Rows:
         groups: tokens by row; a row is a trace.
         lengths: [R] number of tokens of each row.
         positions: number of elements of the padded array, for peers that divide by it.
+
+    >>> # Three tokens of three traces, one of which is empty.
+    >>> rows = Rows.of([0, 0, 2], rows=3)
+    >>> rows.lengths.tolist(), rows.mean(np.array([1.0, 2.0, 4.0])).tolist(), rows.filled.tolist()
+    ([2.0, 0.0, 1.0], [1.5, 0.0, 4.0], [True, False, True])
     """
 
     groups: Groups
@@ -354,7 +359,12 @@ def moments(
 
 @dataclass(frozen=True)
 class Moments:
-    """Moments of one quantity, read from some sums."""
+    """Moments of one quantity, read from some sums.
+
+    >>> ratios = Moments(moments("ratio", [0.5, 1.0, 1.5], high=1.2), "ratio")
+    >>> ratios.n, ratios.mean(), ratios.largest, ratios.deviation(ddof=1), round(ratios.share("above"), 3)
+    (3, 1.0, 1.5, 0.5, 0.333)
+    """
 
     sums: Sums
     name: str

@@ -26,6 +26,10 @@ class Metric:
         per: denominator of the mean; "" if it is not a mean.
         meaning: definition in one sentence.
         value: the formula over its sums; None if the trainer computes it (see `trainer.step_metrics`).
+
+    >>> mean = Metric("entropy", "nats", "", "tokens", "Mean entropy.", lambda sums: sums["entropy"] / sums["tokens"])
+    >>> float(mean.value(Sums.of(totals={"entropy": 3.0}, counts={"tokens": 2})))
+    1.5
     """
 
     name: str
@@ -44,6 +48,11 @@ class MetricSet:
         rows: metrics of a table.
         prefix: prefix of the names of the sums.
         placeholders: values of the placeholders in the metrics' names.
+
+    >>> mean = Metric("{name}/mean", "", "", "tokens", "Mean.", lambda sums: sums["total"] / sums["tokens"])
+    >>> sums = Sums.of(totals={"total": 3.0}, counts={"tokens": 2})
+    >>> MetricSet((mean,), placeholders={"name": "entropy"}).values(sums)
+    {'entropy/mean': 1.5}
     """
 
     rows: tuple[Metric, ...]
@@ -68,6 +77,12 @@ class MetricSums:
     Args:
         sums: mergeable.
         readings: metrics over them.
+
+    >>> from tracegrad.metrics import tools
+    >>> # Calls and failures of each trace, on two ranks.
+    >>> first, second = tools([2, 0], [1, 0]), tools([4], [2])
+    >>> (first + second).values()  # 6 calls / 3 traces, 3 failures / 6 calls
+    {'tools/call_frequency': 2.0, 'tools/failure_frequency': 0.5}
     """
 
     sums: Sums

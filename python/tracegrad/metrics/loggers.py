@@ -24,7 +24,18 @@ Row = Mapping[str, Any]
 
 
 class Sink(Protocol):
-    """Destination for one row per step."""
+    """Destination for one row per step.
+
+    >>> class Printer:
+    ...     def log(self, row):
+    ...         print(f"step {row['step']}: loss {row['loss']}")
+    ...
+    ...     def close(self):
+    ...         pass
+    >>> sink: Sink = Printer()  # pass it as `sinks=[sink]` to `tracegrad.train`
+    >>> sink.log({"step": 1, "loss": 0.5})
+    step 1: loss 0.5
+    """
 
     def log(self, row: Row) -> None:
         """Log the row of one step."""
@@ -41,6 +52,14 @@ class JsonLines:
     Args:
         path: the file; rows are appended.
         keep_to_step: rows of later steps are dropped first, because a run that resumes from a checkpoint repeats them.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     sink = JsonLines(Path(folder, "metrics.jsonl"))
+    ...     sink.log({"step": 1, "loss": 0.5, "ope": math.nan})
+    ...     sink.close()
+    ...     print(sink.path.read_text(), end="")
+    {"step": 1, "loss": 0.5, "ope": null}
     """
 
     def __init__(self, path: Path, *, keep_to_step: int | None = None) -> None:
@@ -72,7 +91,11 @@ class JsonLines:
 
 
 def finite(row: Row) -> dict[str, Any]:
-    """Return the row with None for NaN and infinities, as in JSON."""
+    """Return the row with None for NaN and infinities, as in JSON.
+
+    >>> finite({"step": 1, "loss": 0.5, "ope": float("nan")})
+    {'step': 1, 'loss': 0.5, 'ope': None}
+    """
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
@@ -85,6 +108,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
     Raises:
         ReadError: for a line that is not a row.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "metrics.jsonl")
+    ...     _ = path.write_text('{"step": 1, "loss": 0.5}\\n{"step": 2, "lo')
+    ...     read_rows(path)  # the last line was not written to its end
+    [{'step': 1, 'loss': 0.5}]
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
@@ -116,6 +146,12 @@ class Progress:
             with the time left.
         watch: stopwatch whose stages are reported if they take longer than 10 s, such as the old logprobs.
         clock: returns seconds.
+
+    >>> progress = Progress(total=2, stream=sys.stdout)
+    >>> progress.log({"step": 1, "loss": 0.5})  # at most one line every 10 s
+    >>> progress.log({"step": 2, "loss": 0.25})
+    step 2/2  loss 0.2500
+    >>> progress.close()
     """
 
     def __init__(
@@ -345,7 +381,17 @@ def reported_stages(
 
 
 def log_all(sinks: Iterable[Sink], row: Row) -> None:
-    """Log one row to every sink."""
+    """Log one row to every sink.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     sinks = [JsonLines(Path(folder, name)) for name in ("first.jsonl", "second.jsonl")]
+    ...     log_all(sinks, {"step": 1, "loss": 0.5})
+    ...     for sink in sinks:
+    ...         sink.close()
+    ...     [read_rows(sink.path)[0]["loss"] for sink in sinks]
+    [0.5, 0.5]
+    """
     for sink in sinks:
         sink.log(row)
 

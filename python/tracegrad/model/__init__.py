@@ -1,6 +1,11 @@
 """Compute logprobs of a model's own tokens on packed rows, and the loss over them without all logits in memory.
 
 Takes a `Batch` and returns logprobs, or a loss with its gradient. Models are unmodified causal LMs of transformers.
+
+    >>> from typing import get_args
+    >>> from tracegrad.model import Plan
+    >>> get_args(Plan)  # the values of `forward`, from `forward_plan`
+    ('flex', 'stack', 'alone', 'mask')
 """
 
 from tracegrad.model.attention import block_mask, dense_mask

@@ -174,6 +174,16 @@ def dense_mask(batch: Batch, *, window: int | None = None, dtype: torch.dtype | 
         batch: on the device of the mask.
         window: of sliding attention: positions[q] - positions[k] < window.
         dtype: None returns bool; a floating dtype returns the additive mask of eager attention.
+
+    >>> from tracegrad import Sequences, pack
+    >>> sequences = Sequences.from_arrays([5, 6, 5, 8], [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2)
+    >>> [step] = pack(sequences, advantages=[1.0, -1.0], tokens_per_row=16)
+    >>> # Two branches in one row; neither sees the other.
+    >>> dense_mask(step.batches[0].to("cpu")).int()
+    tensor([[[[1, 0, 0, 0],
+              [1, 1, 0, 0],
+              [0, 0, 1, 0],
+              [0, 0, 1, 1]]]], dtype=torch.int32)
     """
     index = torch.arange(len(batch.ids), device=batch.ids.device)
     query, key = index[:, None], index[None, :]
@@ -191,6 +201,12 @@ def block_mask(batch: Batch, *, window: int | None = None, block: int = BLOCK) -
     A query block needs a key block if the largest tree_end of the keys is greater than the first query.
     It sees all keys of the block if the smallest tree_end is greater than the last query. With a window, the deepest
     key must also be close enough to the shallowest query. The function copies nothing back from the device.
+
+    >>> from tracegrad import Sequences, pack
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16, pad_to_multiple_of=128)
+    >>> block_mask(step.batches[0].to("cpu")).shape
+    (1, 1, 128, 128)
     """
     from torch.nn.attention.flex_attention import BlockMask
 

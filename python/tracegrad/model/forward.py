@@ -32,6 +32,17 @@ def logprobs(model: nn.Module, batch: Batch, *, logits_dtype: torch.dtype | None
 
     Raises:
         ArgumentError: if the head or the attention of the model cannot be reproduced, with the reason.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).eval()
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> logprobs(model, step.batches[0]).detach().exp()
+    tensor([0.1250, 0.1250])
     """
     return logprobs_and_entropy(model, batch, logits_dtype=logits_dtype)[0]
 
@@ -51,6 +62,18 @@ def logprobs_and_entropy(
     Returns:
         logprobs [m] and entropies [m], float32 (float64 for a float64 model), nats; both differentiable. An empty batch
         runs the model on one token, so that their sum, 0, is connected to every trained parameter.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)).eval()
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> result, entropy = logprobs_and_entropy(model, step.batches[0])
+    >>> result.detach(), entropy.detach()  # log(1 / 8) and log(8)
+    (tensor([-2.0794, -2.0794]), tensor([2.0794, 2.0794]))
     """
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
@@ -85,6 +108,15 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     Raises:
         ArgumentError: if the batch shares prefixes and no mask is correct for the model, if the model is not causal, or
             if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> forward_plan(model, step.batches[0].to("cpu"))
+    'stack'
     """
     use_own_flex_attention(model)
     has_blocks = attention_of(model) in BLOCK_ATTENTION
@@ -158,6 +190,16 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     Raises:
         ArgumentError: if the plan does not reproduce the model's own hidden states, if the ids of a row without images
             include media placeholder ids, or if a plan is set for a row with images.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> # Three tokens, eight dimensions.
+    >>> hidden_states(model, step.batches[0].to("cpu")).shape
+    torch.Size([3, 8])
     """
     if batch.images is not None:
         if plan is not None:

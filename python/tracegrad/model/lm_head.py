@@ -54,6 +54,10 @@ class HeadPlan:
         chunk_rows: rows whose logits are in memory at once. If chunks end with traces, it is the maximum.
         peak_bytes: most memory in addition to hidden states and parameters: one chunk's tables and the gradients.
         flops: of the products with the weight, forward and backward.
+
+    >>> plan = choose_plan(Size(rows=1000, hidden=64, vocabulary=500), Gradients(), 100, fits=True)
+    >>> plan.name, plan.flops == 6 * 1000 * 64 * 500, plan.why
+    ('one-pass', True, 'the loss of a chunk is known when its logits are')
     """
 
     name: Name

@@ -40,6 +40,21 @@ class PolicyLoss(Loss):
         logprobs, entropy: of each trained token, nats.
         gradient: d loss / d logprob of each trained token.
         plan: how the head was computed, and why.
+
+    >>> from tracegrad import Sequences, correct, pack
+    >>> from tracegrad.objective import Objective, PolicyGradient
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
+    >>> # 8 tokens of equal probability.
+    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)
+    >>> result = policy_loss(hidden, weight, step.batches[0], terms, Objective(PolicyGradient()))
+    >>> # log(1 / 8), log(8), -A / 2 tokens
+    >>> result.logprobs, result.entropy, result.gradient
+    (tensor([-2.0794, -2.0794]), tensor([2.0794, 2.0794]), tensor([-0.5000, -0.5000]))
+    >>> result.plan.name  # the weight needs no gradient
+    'frozen'
     """
 
     logprobs: Tensor
@@ -63,6 +78,21 @@ def batch_loss(
 
     Raises:
         ArgumentError: as `policy_loss` and `hidden_states`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, correct, pack
+    >>> from tracegrad.objective import Objective, PolicyGradient
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
+    >>> result = batch_loss(model, step.batches[0], terms, Objective(PolicyGradient()))
+    >>> round(result.loss.item(), 4)  # -log(1 / 8)
+    2.0794
+    >>> result.loss.backward()
     """
     batch = batch.to(next(model.parameters()).device)
     head = head_of(model)
@@ -116,6 +146,19 @@ def policy_loss(
 
     Raises:
         ArgumentError: if shapes do not match, the terms lack inputs of the objective, or the plan is not possible.
+
+    >>> from tracegrad import Sequences, correct, pack
+    >>> from tracegrad.objective import Objective, PolicyGradient
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
+    >>> # 8 tokens of equal probability.
+    >>> hidden, weight = torch.zeros(2, 4, requires_grad=True), torch.zeros(8, 4)
+    >>> result = policy_loss(hidden, weight, step.batches[0], terms, Objective(PolicyGradient()))
+    >>> round(result.loss.item(), 4)  # -log(1 / 8)
+    2.0794
+    >>> result.loss.backward()
     """
     batch = batch.to(hidden.device)
     check_shapes(hidden, weight, batch.target, bias)

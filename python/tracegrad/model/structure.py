@@ -54,6 +54,12 @@ def head_of(model: nn.Module) -> Head:
 
     Raises:
         ArgumentError: if the head is not a plain linear layer, or changes the logits in an unsupported way.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> head = head_of(LlamaForCausalLM(LlamaConfig(vocab_size=16, **size)))
+    >>> tuple(head.weight.shape), head.bias, head.softcap
+    ((16, 8), None, None)
     """
     linear = model.get_output_embeddings()  # type: ignore[operator]
     if not isinstance(linear, nn.Linear) or hasattr(linear, "base_layer"):

@@ -7,6 +7,18 @@ formula is written once, next to the fields of its component, in tensor methods 
 function (docs/how-to/extend.md).
 
 In this package a *token* is a trained token: one that the policy sampled in one trace. `Terms` has their arrays.
+
+    >>> import torch
+    >>> from tracegrad.objective import LOG_RATIO_LIMIT, Clip, Objective, PolicyGradient, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[1.0, -1.0]])}
+    >>> logprobs = torch.tensor([[-1.0, -3.0]])
+    >>> # "A>0" is a value of `When`.
+    >>> padded_loss(Objective(PolicyGradient(when="A>0")), logprobs, **step).per_term.surrogate
+    tensor([[1., 0.]])
+    >>> far = padded_loss(Objective(Clip(), Ratio("theta", "old")), logprobs, **step, old=logprobs - 100.0)
+    >>> # The log-ratio is not 100, whose exp overflows in float32.
+    >>> far.per_term.ratio.log().round(), LOG_RATIO_LIMIT
+    (tensor([[20., 20.]]), 20.0)
 """
 
 from importlib import import_module

@@ -85,6 +85,18 @@ class LossInputs:
 
     Attributes:
         advantages: advantages at kept tokens, 0 elsewhere. The evaluator subtracts the shifts.
+
+    >>> import torch
+    >>> from tracegrad.objective import Function, Objective, padded_loss
+    >>> def squared(view):
+    ...     return (view.log_ratio - view.advantages).square()
+    >>> objective = Objective(Function(squared, locality="term"), Ratio("theta", "old"))
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[1.0, -1.0]])}
+    >>> # Log-ratios of 0.5.
+    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
+    >>> # (0.5 - 1)^2 and (0.5 + 1)^2
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
+    tensor([[0.2500, 2.2500]])
     """
 
     def __init__(

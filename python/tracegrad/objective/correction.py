@@ -169,6 +169,14 @@ class Correction:
             themselves, their KL and effective sample size, use `tracegrad.metrics.OffPolicySums.of(old, rollout,
             trace=..., weight=..., keep=...)`.
         scales: the scale for `reduce` and for every reduction of `reductions`.
+
+    >>> from tracegrad.objective import Ratio, Truncate, Weight
+    >>> truncated = Weight(Ratio("old", "rollout"), transform=Truncate(0.0, 2.0))
+    >>> old, rollout = np.log([0.8, 0.5]), np.log([0.2, 0.5])  # ratios 4 and 1
+    >>> corrected = correct(old, rollout, trace=[0, 0], weights=[truncated])
+    >>> # The scale is 1 / 2 tokens.
+    >>> corrected.weight.tolist(), corrected.keep.tolist(), corrected.scale.tolist()
+    ([2.0, 1.0], [True, True], [0.5, 0.5])
     """
 
     weight: Any

@@ -94,6 +94,11 @@ class Requirements:
         dropped_reason: reason why the logprob of a token that `correct` dropped matters; None if its logit row can be
             left out.
         zero_weight_reason: the same for a token with weight 0 or advantage 0.
+
+    >>> from tracegrad.objective import presets
+    >>> requirements = presets.with_kl(presets.GRPO, 0.04).requirements
+    >>> requirements.old, requirements.rollout, requirements.ref, requirements.entropy
+    (True, True, True, False)
     """
 
     old: bool
@@ -115,7 +120,7 @@ class Objective:
     array (see `tracegrad.objective`). `print` shows its formula.
 
     Args:
-        surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regress; a `Surrogate` of your
+        surrogate: PolicyGradient, CrossEntropy, Importance, Clip, Sigmoid, GeoClip or Regression; a `Surrogate` of your
             own, or a function loss(view) -> per_term.
         ratio: the ratio of the surrogate; None with PolicyGradient and CrossEntropy.
         weights: factors without gradient; their ratios times the surrogate's must telescope.

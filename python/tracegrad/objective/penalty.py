@@ -47,6 +47,15 @@ class Penalty(Component):
 
     Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
     DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
+    >>> penalty = Penalty(Ratio("theta", "ref"), "k2", coef=0.1, masked=True, weighted=False)
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # l = 2 and 0
+    >>> logprobs, ref = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-3.0, -1.0]])
+    >>> padded_loss(Objective(PolicyGradient(), penalties=(penalty,)), logprobs, ref=ref, **step).per_term.penalty
+    tensor([[0.2000, 0.0000]])
     """
 
     ratio: Ratio
@@ -126,7 +135,7 @@ class Penalty(Component):
 class AdaptiveEntropy:
     """Entropy coefficient that follows a target: up by `delta` after a step at or below it, down after one above.
 
-    The bonus is applied only after a step at or below the target. The state is in `trainer.optim.Control`.
+    The bonus is applied only after a step at or below the target. The state is in `trainer.optim.EntropyController`.
 
     Args:
         target: target entropy, nats.
@@ -134,6 +143,11 @@ class AdaptiveEntropy:
         low, high: bounds of the coefficient.
 
     Source: Skywork-OR1, arXiv 2505.22312, section 4.2; TRL's use_adaptive_entropy and its defaults.
+
+    >>> from tracegrad.objective import EntropyBonus, with_entropy
+    >>> bonus = EntropyBonus(0.01, masked=False, adapt=AdaptiveEntropy(target=0.5, delta=0.005))
+    >>> print(bonus)
+    0.01 * entropy [adapting to 0.5 nats]
     """
 
     target: float = 0.2
@@ -158,6 +172,15 @@ class EntropyBonus:
         adapt: how the coefficient changes between steps; None means not at all.
 
     Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
+    >>> objective = Objective(PolicyGradient(), entropy=EntropyBonus(0.01, masked=False))
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([0.0])}
+    >>> entropy = torch.tensor([[1.0, 2.0]])
+    >>> # -0.01 * (1 + 2) / 2 tokens
+    >>> padded_loss(objective, torch.tensor([[-1.0, -2.0]]), entropy=entropy, **step).loss
+    tensor(-0.0150)
     """
 
     coef: float
@@ -199,6 +222,15 @@ class AdvantageShift(Component):
             because the gradient then depends on how the step was split.
 
     Source: Kimi K2, arXiv 2507.20534, as ART's kimi_k2_tau; centred: ART's kl_penalty_coef.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
+    >>> shift = AdvantageShift(Ratio("theta", "ref"), coef=0.1)
+    >>> step = {"mask": torch.tensor([[True]]), "advantages": torch.tensor([1.0]), "ref": torch.tensor([[-3.0]])}
+    >>> logprobs = torch.tensor([[-1.0]])  # l = -1 + 3 = 2, so A = 1 - 0.1 * 2 = 0.8
+    >>> # -0.8 * -1
+    >>> padded_loss(Objective(PolicyGradient(), shifts=(shift,)), logprobs, **step).per_term.surrogate
+    tensor([[0.8000]])
     """
 
     ratio: Ratio

@@ -2,6 +2,15 @@
 
 Use a preset as it is, or change its fields by name: `override(DAPO, "surrogate.high", "0.3")`. On a command line, name
 it by its attribute here or by `file.py:NAME` or `module:NAME`, or write the objective as source text.
+
+    >>> from tracegrad.objective import presets
+    >>> print(presets.DR_GRPO)
+    loss = sum of scale * keep * weight * S
+      S = max(-A r, -A clip(r, 0.8, 1.2)); r = theta/old
+      weight = clamp(w, 0, 2), w = old/rollout
+      scale = 1 / (traces * 1024)
+    >>> presets.find("DAPO").surrogate.high, presets.with_kl(presets.GRPO, 0.04).penalties[0].coef
+    (0.28, 0.04)
 """
 
 import importlib

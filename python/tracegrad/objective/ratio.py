@@ -121,6 +121,18 @@ class Aggregation:
             (ART's average and geometric_average).
         scope: the range of "batch" and "group": the full "step", or the "microbatch" that is evaluated together. A
             ratio of the trained policy can only see a micro-batch.
+
+    >>> import torch
+    >>> from tracegrad.objective import Importance, Objective, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # Token ratios of 4.5 and 0.5.
+    >>> logprobs, old = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
+    >>> for level in (Aggregation("token"), Aggregation("trace", "sum"), Aggregation("trace", "mean")):
+    ...     objective = Objective(Importance(level), Ratio("theta", "old"))
+    ...     print(padded_loss(objective, logprobs, old=old, **step).per_term.ratio)
+    tensor([[4.5000, 0.5000]])
+    tensor([[2.2500, 2.2500]])
+    tensor([[1.5000, 1.5000]])
     """
 
     over: Over = "token"

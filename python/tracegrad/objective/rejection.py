@@ -44,6 +44,19 @@ class AnyRejection(Component):
     """Base class of components that drop tokens. For your own, write a frozen subclass with `keeps`.
 
     Its ratio must contain the policy being trained. A detached one also needs `core()` and a form in the Rust core.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
+    >>> @dataclass(frozen=True)
+    ... class DropUnlikely(AnyRejection):
+    ...     least: float
+    ...
+    ...     def keeps(self, view, keep):
+    ...         return keep & (view.logprobs >= self.least)
+    >>> objective = Objective(PolicyGradient(), rejections=(DropUnlikely(-5.0),))
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> padded_loss(objective, torch.tensor([[-1.0, -6.0]]), **step).per_term.keep
+    tensor([[ True, False]])
     """
 
     def keeps(self, view: LossInputs, keep: Any) -> Any:
@@ -245,6 +258,14 @@ class TopEntropy(AnyRejection):
         scope: "microbatch". You must write it, because the gradient depends on how the step was split.
 
     Source: Wang et al. 2025, arXiv 2506.01939; TRL's top_entropy_quantile.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
+    >>> objective = Objective(PolicyGradient(), rejections=(TopEntropy(share=0.5, scope="microbatch"),))
+    >>> step = {"mask": torch.ones(1, 4).bool(), "advantages": torch.tensor([1.0])}
+    >>> entropy = torch.tensor([[0.1, 2.0, 1.0, 0.2]])  # the quantile 0.5 is 0.6
+    >>> padded_loss(objective, torch.full((1, 4), -1.0), entropy=entropy, **step).per_term.keep
+    tensor([[False,  True,  True, False]])
     """
 
     share: float
@@ -279,6 +300,17 @@ class DropCovariance(AnyRejection):
             mean.
 
     Source: Clip-Cov of Cui et al. 2025, arXiv 2505.22617; verl's clip_cov.
+
+    >>> import torch
+    >>> from tracegrad.objective import Clip, Objective, padded_loss
+    >>> rejection = DropCovariance(share=0.5, low=1.5, high=10.0, scope="microbatch")
+    >>> step = {"mask": torch.ones(1, 3).bool(), "advantages": torch.tensor([[2.0, -1.0, -1.0]])}
+    >>> # The means are 0 and -2, so cov is 2 * 1, -1 * 0 and -1 * -1.
+    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])
+    >>> objective = Objective(Clip(), Ratio("theta", "old"), rejections=(rejection,))
+    >>> # There is one candidate, and it is dropped.
+    >>> padded_loss(objective, logprobs, old=logprobs, **step).per_term.keep
+    tensor([[False,  True,  True]])
     """
 
     share: float
@@ -324,6 +356,18 @@ class TopCovariance(Component):
         scaled: uses A times the scale of its token, as SkyRL's kl_cov does; it matters only if scales differ.
 
     Source: KL-Cov of Cui et al. 2025, arXiv 2505.22617; verl's kl_cov.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Penalty, PolicyGradient, padded_loss
+    >>> where = TopCovariance(share=0.5, scope="microbatch")
+    >>> penalty = Penalty(Ratio("theta", "ref"), "abs", coef=1.0, masked=True, weighted=False, where=where)
+    >>> step = {"mask": torch.ones(1, 3).bool(), "advantages": torch.tensor([[2.0, -1.0, -1.0]])}
+    >>> # The means are 0 and -2, so cov is 2 * 1, -1 * 0 and -1 * -1.
+    >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0]])
+    >>> objective = Objective(PolicyGradient(), penalties=(penalty,))
+    >>> # The penalty applies to one token of three.
+    >>> padded_loss(objective, logprobs, ref=logprobs - 0.5, **step).per_term.penalty
+    tensor([[0.5000, 0.0000, 0.0000]])
     """
 
     share: float

@@ -35,6 +35,11 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
     Raises:
         ArgumentError: for an unknown name, with the nearest valid one; for a value of the wrong type; for an invalid
             combination.
+
+    >>> from tracegrad.objective import presets
+    >>> changed = override_all(presets.DAPO, {"surrogate.high": "0.3", "weights": "none", "kl": 0.04})
+    >>> changed.surrogate.high, changed.weights, changed.penalties[0].coef
+    (0.3, (), 0.04)
     """
     added = {"kl": with_kl, "beta": with_beta, "entropy": with_entropy}
     result = dotted_keys.set_values(

@@ -48,6 +48,20 @@ class Surrogate:
         times_advantage: it is A times something, so that a token with A = 0 has no gradient.
         reads: further arrays: "old", "rollout", "ref" or "entropy".
         ratio: False if it does not use a ratio, True if it needs one, None for either.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> @dataclass(frozen=True)
+    ... class Squared(Surrogate, locality="term", ratio=True):
+    ...     def loss(self, view):
+    ...         return (view.log_ratio - view.advantages).square()
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[1.0, -1.0]])}
+    >>> # Log-ratios of 0.5.
+    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -1.5]])
+    >>> objective = Objective(Squared(), Ratio("theta", "old"))
+    >>> # (0.5 - 1)^2 and (0.5 + 1)^2
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
+    tensor([[0.2500, 2.2500]])
     """
 
     level: Aggregation = TOKEN
@@ -146,6 +160,14 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
     Args:
         when: sign of the advantage for which it applies. Otherwise the surrogate is 0, and denominators still count the
             token.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([[0.5, -1.0]])}
+    >>> logprobs = torch.tensor([[-1.0, -2.0]])
+    >>> # -0.5 * -1 and 1 * -2
+    >>> padded_loss(Objective(PolicyGradient()), logprobs, **step).per_term.surrogate
+    tensor([[ 0.5000, -2.0000]])
     """
 
     when: When = "always"
@@ -162,7 +184,15 @@ class PolicyGradient(Surrogate, locality="term", times_advantage=True, ratio=Fal
 
 @dataclass(frozen=True)
 class CrossEntropy(Surrogate, locality="term", ratio=False):
-    """-logp: imitation, whatever the advantage, without a ratio."""
+    """-logp: imitation, whatever the advantage, without a ratio.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([-1.0])}
+    >>> # (1 + 2) / 2 tokens
+    >>> padded_loss(Objective(CrossEntropy()), torch.tensor([[-1.0, -2.0]]), **step).loss
+    tensor(1.5000)
+    """
 
     def check(self, objective: "Objective") -> None:
         refuse_without_effect(bool(objective.shifts), "Objective.shifts", "A is not read")
@@ -182,6 +212,14 @@ class Importance(Surrogate, locality="term", times_advantage=True, ratio=True):
         level: the level of r.
 
     Source: Tinker's and SkyRL's importance_sampling; prime-rl's default, where rejections bound it.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([2.0])}
+    >>> # Ratios of 1.5 and 0.75.
+    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()
+    >>> padded_loss(Objective(Importance(), Ratio("theta", "old")), logprobs, old=old, **step).per_term.surrogate
+    tensor([[-3.0000, -1.5000]])
     """
 
     level: Aggregation = TOKEN
@@ -205,6 +243,15 @@ class Clip(Surrogate, locality="term", times_advantage=True, ratio=True):
 
     Source: Schulman et al. 2017, arXiv 1707.06347, eq. 7; dual: Ye et al. 2019, arXiv 1912.09729, eq. 5; delta: TRL,
     and INTELLECT-2, arXiv 2505.07291, which it equals for delta above 1 + high.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # Ratios of 1.5 and 0.75.
+    >>> logprobs, old = torch.tensor([[0.6, 0.3]]).log(), torch.tensor([[0.4, 0.4]]).log()
+    >>> tokens = padded_loss(Objective(Clip(), Ratio("theta", "old")), logprobs, old=old, **step).per_term
+    >>> tokens.surrogate, tokens.clipped  # -min(1.5, 1.2) and -min(0.75, 0.8)
+    (tensor([[-1.2000, -0.7500]]), tensor([[ True, False]]))
     """
 
     low: float = 0.2
@@ -270,6 +317,16 @@ class Sigmoid(Surrogate, locality="term", times_advantage=True, ratio=True):
         level: the level of r.
 
     Source: SAPO, arXiv 2511.20347, eq. 5.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # Ratios of 1 and 3.
+    >>> logprobs, old = torch.tensor([[0.2, 0.6]]).log(), torch.tensor([[0.2, 0.2]]).log()
+    >>> objective = Objective(Sigmoid(), Ratio("theta", "old"))
+    >>> # -4 sigmoid(0) and -4 sigmoid(2)
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
+    tensor([[-2.0000, -3.5232]])
     """
 
     tau_pos: float = 1.0
@@ -299,6 +356,14 @@ class Regression(Surrogate, locality="term", ratio=True):
         beta: factor of the log-ratio, in units of the reward.
 
     Source: A*-PO, arXiv 2505.20686, eq. 5; OAPL, arXiv 2602.19362.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, Reduce, padded_loss
+    >>> objective = Objective(Regression(beta=0.5), Ratio("theta", "old"), reduce=Reduce("trace", "mean"))
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> logprobs, old = torch.tensor([[-0.5, -0.5]]), torch.tensor([[-1.0, -1.0]])
+    >>> padded_loss(objective, logprobs, old=old, **step).loss  # (0.5 * (0.5 + 0.5) - 1)^2
+    tensor(0.2500)
     """
 
     beta: float = 1e-3
@@ -332,6 +397,16 @@ class FutureClip(Surrogate, locality="trace", times_advantage=True, ratio=True):
         max_factor: upper bound of f.
 
     Source: FIPO, arXiv 2603.19835 (Future-KL), weights clipped only above.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # Ratios of 1 and 1.1.
+    >>> logprobs, old = torch.tensor([[0.5, 0.55]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    >>> objective = Objective(FutureClip(half_life=1.0), Ratio("theta", "old"))
+    >>> # -1 * 1.1^0.5 and -1.1 * 1.1
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
+    tensor([[-1.0488, -1.2100]])
     """
 
     low: float = 0.2
@@ -383,6 +458,16 @@ class GeoClip(Surrogate, locality="term", times_advantage=True, ratio=True):
             has the ratio 1. TRL's top_entropy_quantile with GMPO.
 
     Source: GMPO, arXiv 2507.20673, eq. 4; bounds of 0.4.
+
+    >>> import torch
+    >>> from tracegrad.objective import Objective, Ratio, padded_loss
+    >>> step = {"mask": torch.tensor([[True, True]]), "advantages": torch.tensor([1.0])}
+    >>> # Log-ratios of 1 and 0.
+    >>> logprobs, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -1.0]])
+    >>> objective = Objective(GeoClip(), Ratio("theta", "old"))
+    >>> # -exp((0.4 + 0) / 2)
+    >>> padded_loss(objective, logprobs, old=old, **step).per_term.surrogate
+    tensor([[-1.2214, -1.2214]])
     """
 
     low: float = 0.4

@@ -112,6 +112,13 @@ class PerTerm:
         penalty: sum of coef * penalty, before scale.
         weight: the product of all weights.
         keep: bool, the tokens that all rejections kept.
+
+    >>> from tracegrad.objective import Clip, Ratio
+    >>> logprobs = torch.tensor([0.6, 0.3]).log()
+    >>> terms = Terms(old=torch.tensor([0.4, 0.4]).log(), advantages=torch.ones(2), scale=torch.full((2,), 0.5))
+    >>> tokens = Objective(Clip(), Ratio("theta", "old"))(logprobs, None, terms).per_term
+    >>> tokens.ratio, tokens.clipped
+    (tensor([1.5000, 0.7500]), tensor([ True, False]))
     """
 
     surrogate: Tensor
@@ -124,7 +131,15 @@ class PerTerm:
 
 @dataclass(frozen=True)
 class Loss:
-    """A scalar to call backward on, and the detached values that it consists of."""
+    """A scalar to call backward on, and the detached values that it consists of.
+
+    >>> from tracegrad.objective import PolicyGradient
+    >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> terms = Terms(advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
+    >>> result = Objective(PolicyGradient())(logprobs, None, terms)
+    >>> result.loss.item(), result.per_term.surrogate.tolist()  # 0.5 * 1 + 0.5 * -2
+    (-0.5, [1.0, -2.0])
+    """
 
     loss: Tensor
     per_term: PerTerm
@@ -142,6 +157,13 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
 
     Raises:
         ArgumentError: if the tokens lack what the objective needs, or shapes differ.
+
+    >>> from tracegrad.objective import PolicyGradient
+    >>> logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    >>> terms = Terms(advantages=torch.tensor([1.0, -1.0]), scale=torch.tensor([0.5, 0.5]))
+    >>> evaluate(Objective(PolicyGradient()), logprobs, None, terms).loss.backward()
+    >>> logprobs.grad.tolist()  # -A / 2 tokens
+    [-0.5, 0.5]
     """
     view = _view(objective, logprobs, entropy, terms)
     for shift in objective.shifts:
@@ -258,6 +280,18 @@ def build_terms(
         rollout, ref: read if the objective needs them; `rollout` is NaN if unknown.
         trace, turn, group, totals, missing_logprobs, all_reduce: as in `correct`.
         alpha: as in `Terms`.
+
+    >>> from tracegrad.objective import presets
+    >>> logprobs = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]])
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> terms, corrected = build_terms(presets.GRPO, logprobs, mask=mask, advantages=torch.tensor([1.0, -1.0]),
+    ...     rollout=logprobs)
+    >>> terms.scale  # 1 / (2 traces * tokens of the trace); 0 at padding
+    tensor([[0.2500, 0.2500],
+            [0.5000, 0.0000]])
+    >>> corrected.keep
+    tensor([[ True,  True],
+            [ True, False]])
     """
     needs, theta = objective.requirements, torch.as_tensor(logprobs).detach()
     if old is None or not needs.old:

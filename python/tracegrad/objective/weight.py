@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 class Shape:
     """Base class of functions of the ratio w.
 
-    For your own, write a frozen subclass with `of`; its weight needs a ratio with theta.
+    For your own, write a frozen subclass with `apply`; its weight needs a ratio with theta.
+
+    >>> import torch
+    >>> @dataclass(frozen=True)
+    ... class SquareRoot(Shape):
+    ...     def apply(self, log_ratio):
+    ...         return (log_ratio / 2).exp()
+    >>> weight = Weight(Ratio("theta", "old"), transform=SquareRoot())
+    >>> weight.transform.apply(torch.tensor([1.0, 2.25]).log())
+    tensor([1.0000, 1.5000])
     """
 
     can_absorb = False
@@ -32,7 +41,7 @@ class Shape:
 
     def apply(self, log_ratio: Any) -> Any:
         """Return the weight of each token, given its log w, which is finite and clamped."""
-        raise NotImplementedError(f"{type(self).__name__} has no of(log_ratio)")
+        raise NotImplementedError(f"{type(self).__name__} has no apply(log_ratio)")
 
     def to_core(self) -> tuple[str, float, float]:
         """Return (name, first, second) for the Rust core."""
@@ -41,7 +50,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Identity(Shape):
-    """The weight is the ratio itself."""
+    """The weight is the ratio itself.
+
+    >>> import torch
+    >>> Identity().apply(torch.tensor([0.5, 1.0, 4.0]).log())
+    tensor([0.5000, 1.0000, 4.0000])
+    """
 
     def apply(self, log_ratio: Any) -> Any:
         return log_ratio.exp()
@@ -62,6 +76,10 @@ class Truncate(Shape):
         below_one: allows bounds below 1, so that no weight reaches 1: TRL's cispo with its default epsilon_high.
 
     Source: Ionides 2008, "Truncated Importance Sampling"; Yao et al. 2025 (TIS, high = 2).
+
+    >>> import torch
+    >>> Truncate(high=2.0).apply(torch.tensor([0.5, 1.0, 4.0]).log())
+    tensor([0.5000, 1.0000, 2.0000])
     """
 
     low: float = 0.0
@@ -95,6 +113,10 @@ class MaskOutside(Shape):
         strict: exclude the bounds themselves (SkyRL's rollout_is); by default they are included.
 
     Source: IcePop (Ring-1T, arXiv 2510.18855), [0.5, 5]; strict: GLM-5, arXiv 2602.15763.
+
+    >>> import torch
+    >>> MaskOutside(low=0.5, high=5.0).apply(torch.tensor([0.25, 1.0, 4.5, 8.0]).log())
+    tensor([0.0000, 1.0000, 4.5000, 0.0000])
     """
 
     low: float = 0.5
@@ -126,6 +148,10 @@ class Inverse(Shape):
     Only for a ratio with theta; the Rust core does not implement it.
 
     Source: ASPO, arXiv 2510.06062, for A > 0; high = 3 as its dual clip.
+
+    >>> import torch
+    >>> Inverse(high=3.0).apply(torch.tensor([0.25, 1.0, 2.0]).log())
+    tensor([3.0000, 1.0000, 0.5000])
     """
 
     high: float = 3.0
@@ -145,6 +171,11 @@ class Gamma(Shape):
     """exp(rate) w^power exp(-rate w): 1 at w = 1, and falls to 0 on both sides.
 
     Source: VESPO, arXiv 2602.10693: power 2, rate 3 where A >= 0 and power 3, rate 2 where A < 0.
+
+    >>> import torch
+    >>> # e^1.5 / 4, 1, 4 / e^3
+    >>> Gamma(power=2.0, rate=3.0).apply(torch.tensor([0.5, 1.0, 2.0]).log())
+    tensor([1.1204, 1.0000, 0.1991])
     """
 
     power: float
@@ -177,6 +208,11 @@ class Gaussian(Shape):
         sigma: nats.
 
     Source: GIPO's Gaussian weight of the log-ratio.
+
+    >>> import torch
+    >>> # The arguments are log-ratios: e^-0.5, 1, e^-0.5.
+    >>> Gaussian(sigma=1.0).apply(torch.tensor([-1.0, 0.0, 1.0]))
+    tensor([0.6065, 1.0000, 0.6065])
     """
 
     sigma: float
@@ -208,7 +244,8 @@ class Weight(Component):
     Args:
         ratio: any two policies.
         level: tokens over which the log-ratio is aggregated.
-        transform: Clamp, Window, Gamma, Gaussian or Identity; with theta in the ratio also a `Shape` of your own.
+        transform: Truncate, MaskOutside, Gamma, Gaussian or Identity; with theta in the ratio also Inverse or your own
+            `Shape`.
         when: sign of the advantage for which it applies; otherwise the factor is 1.
         normalize: divide by the mean over the step, counted once for each token, turn or trace of `level`.
         absorbs: the detached weights are part of its level, token by token, and do not multiply the loss themselves:

@@ -38,6 +38,18 @@ class CollectResult:
         groups, trajectories, failed: counts of this call; all groups are complete.
         stopped: "done" if the run ended, "tasks" if the tasks ended first, or "signal".
         exit_code: 0, or 128 + signal number.
+
+    ```python
+    import tracegrad as tg
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], rewards=[short])
+    print(result.groups, result.failed, result.stopped)
+    ```
     """
 
     groups: int = 0
@@ -77,6 +89,19 @@ def collect(
     Raises:
         ArgumentError: if arguments do not fit together.
         TracegradError: if no trainer starts, or the rollouts fail permanently.
+
+    ```python
+    import tracegrad as tg
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    # Another process runs tg.online.train("model", None, out="out/online").
+    result = tg.online.collect("out/online", ["2+2?", "3+4?"], rewards=[short], share=(0, 2))
+    print(result.groups, result.stopped)
+    ```
     """
     run, (mine, collectors) = require_local_path(run), share
     if not 0 <= mine < collectors:

@@ -41,6 +41,21 @@ class SyncFault(TracegradError):
     """The servers do not sample from the trained policy.
 
     The message has the size of the gap, the step and version, and the cause if known.
+
+    ```python
+    import tracegrad as tg
+    from tracegrad.online import SyncFault
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    try:
+        tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
+    except SyncFault as fault:  # for example, a server answers with the weights of an earlier version
+        print(fault.code, fault)
+    ```
     """
 
 

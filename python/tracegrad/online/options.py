@@ -14,6 +14,9 @@ class OnlineConfig:
     """Options of the online training loop.
 
     `train.groups_per_step` sets the groups per step. `checkpoint.every_steps` sets how often checkpoints are written.
+
+    >>> OnlineConfig(steps=200, steps_ahead=0)  # rollout and training take turns
+    OnlineConfig(steps=200, steps_ahead=0, max_resample_factor=3, eval_every=0, weight_sync='file')
     """
 
     steps: int = 100
@@ -38,7 +41,12 @@ class OnlineConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Rollout options, with or without training."""
+    """Rollout options, with or without training.
+
+    >>> options = RolloutConfig(group_size=4, max_tokens=256)
+    >>> options.group_size, options.max_tokens, options.temperature
+    (4, 256, 1.0)
+    """
 
     group_size: int = 8
     """Trajectories per task; together they are one group."""

@@ -37,6 +37,19 @@ class RecordResult:
         existing_groups: groups that existed before.
         reward: mean of the known rewards; NaN without any.
         failures: by source, "playing" or "reward function NAME": number of trajectories, and the first failure.
+
+    ```python
+    import tracegrad as tg
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.record(["2+2?"], rewards=[short], servers=["http://127.0.0.1:8000"], out="recorded")
+    print(result.groups, result.failed, result.reward)
+    traces = tg.read(result.file)
+    ```
     """
 
     file: Path | None
@@ -103,6 +116,25 @@ def record(
     Raises:
         ArgumentError: if arguments do not fit together, or `out` contains groups and `resume` is False.
         TracegradError: if a server, the folder or the rollouts fail permanently.
+
+    ```python
+    import tracegrad as tg
+    from tracegrad.online import RolloutConfig
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.record(
+        ["2+2?", "3+4?"],
+        rewards=[short],
+        rollout=RolloutConfig(group_size=4),
+        servers=["http://127.0.0.1:8000"],
+        out="recorded",
+    )
+    traces = tg.read(result.file)  # two groups of four traces
+    ```
     """
     out = require_local_path(out)
     for name, value in (("groups", 1 if groups is None else groups), ("parallel", concurrency)):

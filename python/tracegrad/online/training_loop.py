@@ -125,6 +125,30 @@ def train(
         ArgumentError: if arguments do not fit together, or `out` contains a run and `resume` is False.
         SyncFault: if the servers do not sample from the policy that is trained.
         TracegradError: if a server, the folder or the rollouts fail permanently.
+
+    ```python
+    import tracegrad as tg
+    from tracegrad.online import OnlineConfig, RolloutConfig
+
+
+    async def agent(task, policy):
+        message = await policy.chat([{"role": "user", "content": task["prompt"]}])
+        return float(message["content"].strip() == task["answer"])
+
+
+    tasks = [{"prompt": "2+2?", "answer": "4"}, {"prompt": "3+4?", "answer": "7"}]
+    result = tg.online.train(
+        "model",
+        tasks,
+        agent=agent,
+        objective=tg.presets.DAPO_DIRECT,
+        online=OnlineConfig(steps=10),
+        rollout=RolloutConfig(group_size=8, max_tokens=64),
+        servers=["http://127.0.0.1:8000"],
+        out="out/online",
+    )
+    print(result.checkpoint)
+    ```
     """
     options, rollout, out, model = (
         online or OnlineConfig(),
@@ -233,6 +257,19 @@ def replay(
         ArgumentError: if `out` is the folder of the run or contains another run, or the run had another objective.
         ReadError: if the folder contains no run.
         FormatError: if the settings of the run cannot be read.
+
+    ```python
+    import tracegrad as tg
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
+    result = tg.online.replay("out/online", "model", out="out/replay")  # no servers
+    print(result.checkpoint)
+    ```
     """
     run, out, model = Path(run), require_local_path(out), Path(model)
     if run.resolve() == out.resolve():
@@ -624,6 +661,19 @@ class OnlineResult:
         checkpoint: folder of the last checkpoint.
         rows: metrics, one row per step and per evaluation.
         exit_code: 0, or 128 + signal number.
+
+    ```python
+    import tracegrad as tg
+
+
+    def short(completions, **columns):
+        return [float(len(text) < 3) for text in completions]
+
+
+    result = tg.online.train("model", ["2+2?", "3+4?"], rewards=[short], out="out/online")
+    print(result.stopped, result.steps, result.checkpoint)
+    print([row["loss"] for row in result.rows if "loss" in row])
+    ```
     """
 
     steps: int

@@ -101,6 +101,15 @@ class Batch:
             the step.
         longest: tokens of the longest branch; None if unknown. `to` counts it on the host.
         images: the images of the row; None if there are none. Their positions stay numpy.
+
+    >>> from tracegrad import Sequences, pack
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> [batch] = step.batches
+    >>> # Position 0 predicts id 6, and position 1 id 7.
+    >>> batch.ids.tolist(), batch.read.tolist(), batch.target.tolist()
+    ([5, 6, 7], [0, 1], [6, 7])
     """
 
     ids: Any
@@ -195,6 +204,15 @@ class Step:
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
         alpha: [M] in [0, 1], the proximal policy between rollout (0) and theta (1); None if it is not used.
         tier: [M] uint8, as in the `Sequences`; None if unknown.
+
+    >>> from tracegrad import Sequences, pack
+    >>> nan = float("nan")
+    >>> ids, trainable = [5, 6, 7, 5, 8], [False, True, True, False, True]
+    >>> sequences = Sequences.from_arrays(ids, [0, 3, 5], [nan, -0.5, -0.1, nan, -1.0], trainable, group=[0, 0])
+    >>> [step] = pack(sequences, advantages=[1.0, -1.0], tokens_per_row=16)
+    >>> # One entry for each of three trained tokens.
+    >>> step.trace.tolist(), step.advantages.tolist(), step.trace_terms.tolist()
+    ([0, 0, 1], [1.0, 1.0, -1.0], [2, 2, 1])
     """
 
     batches: tuple[Batch, ...]

@@ -22,6 +22,14 @@ def like(argument: str) -> Recipe:
     Raises:
         ArgumentError: for another peer, a file that is not such a config, and options that the peer's import function
             rejects.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "grpo.json")
+    ...     _ = path.write_text('{"loss_type": "cispo", "epsilon_high": 5.0}')
+    ...     recipe = like(f"trl:{path}")
+    >>> print(recipe.objective.weights[0])
+    clamp(w, 0, 5), w = theta/old
     """
     peer, _, file = argument.partition(":")
     if peer not in _IMPORTERS or not file:

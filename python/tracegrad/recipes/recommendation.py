@@ -91,6 +91,13 @@ class Advice:
         evidence: the measurement that decided, with its threshold.
         measured: all measurements.
         record: what to request from the server next time, if that would change the recommendation; else "".
+
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -1.0, -2.0], [False, True, True])
+    >>> advice = for_data(sequences, old=[-1.1, -1.9])
+    >>> advice.name, advice.measured.terms, advice.evidence
+    ('DAPO', 2, 'old/rollout outside [0.5, 2]: 0.0% of tokens, up to 1%')
+    >>> advice.flags.split(" --")[:2]
+    ['--objective DAPO', 'advantage.baseline group_mean']
     """
 
     name: str

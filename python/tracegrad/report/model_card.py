@@ -39,6 +39,15 @@ def write_card(
 
     Raises:
         TracegradError: if it cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from tracegrad.config import Optimizer
+    >>> from tracegrad.objective import presets
+    >>> config, rows = Config(optimizer=Optimizer(lr=1e-5)), [{"step": 1, "loss": 0.5}]
+    >>> with TemporaryDirectory() as folder:
+    ...     write_card(Path(folder), base="model", objective=presets.GRPO, config=config, rows=rows, data=["2 traces"])
+    ...     "optimizer.lr = 1e-05" in Path(folder, "README.md").read_text()
+    True
     """
     default = as_dict(Config())
     options = [f"{name} = {value!r}" for name, value in as_dict(config).items() if value != default.get(name)]

@@ -62,6 +62,13 @@ class TraceCounts:
         levels: alignment level to counts, as `Sequences.tiers` returns them.
         mismatches: reason to counts, as `AlignmentReport.table` returns them.
         recorded, exact: as in `AlignmentReport`.
+
+    >>> from tracegrad import Sequences
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True], rewards=[1.0])
+    >>> counts = TraceCounts.of(sequences)
+    >>> counts.traces, counts.tokens, counts.terms
+    (1, 3, 2)
     """
 
     traces: int
@@ -125,6 +132,17 @@ def write_report(
 
     Raises:
         ReadError: if the file cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from tracegrad import Sequences, Tokenizer
+    >>> sequences = Sequences.from_arrays([22, 2], [0, 2], [float("nan"), -0.5], [False, True], rewards=[1.0])
+    >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
+    >>> rows = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "report.html")
+    ...     write_report(path, rows=rows, sequences=sequences, tokenizer=tokenizer, title="First run")
+    ...     "First run" in path.read_text()
+    True
     """
     values = PerToken.of(sequences.tokens, terms)
     summary, counts = summary or {}, counts or TraceCounts.of(sequences)
@@ -152,6 +170,18 @@ def add_success(path: str | os.PathLike[str], before: Mapping[str, Any], after: 
 
     Raises:
         ReadError: if there is no such page, or it cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from tracegrad import Sequences, Tokenizer
+    >>> sequences = Sequences.from_arrays([22, 2], [0, 2], [float("nan"), -0.5], [False, True], rewards=[1.0])
+    >>> tokenizer = Tokenizer.from_pretrained("examples/quickstart/model")
+    >>> with TemporaryDirectory() as folder:
+    ...     path = Path(folder, "report.html")
+    ...     write_report(path, rows=[{"step": 1, "loss": 0.5}], sequences=sequences, tokenizer=tokenizer)
+    ...     before = {"success": 0.25, "ci95": [0.2, 0.3], "n": 100}
+    ...     add_success(path, before, {"success": 0.5, "ci95": [0.4, 0.6], "n": 100})
+    ...     "Success on fresh prompts" in path.read_text()
+    True
     """
     path = Path(path)
     try:

@@ -130,6 +130,14 @@ class TermArrays(Protocol):
         origin: index of the token in the `Sequences`.
         ratio, weight, keep, clipped, advantages, logprobs: values of the step.
         gradient: d loss / d logprob.
+
+    >>> from tracegrad.trainer import TokenRecord
+    >>> names = ("ratio", "weight", "keep", "clipped", "advantages", "logprobs", "gradient")
+    >>> arrays = {name: np.ones(2) for name in names}
+    >>> record: TermArrays = TokenRecord(step=1, origin=np.array([1, 2]), trace=np.array([0, 0]), **arrays)
+    >>> # Pass it as `terms=[record]` to `write_report`.
+    >>> record.origin.tolist(), record.ratio.tolist()
+    ([1, 2], [1.0, 1.0])
     """
 
     @property

@@ -35,6 +35,14 @@ class RewardScores:
         metrics: values passed to `log_metric`, by name.
         extra: values passed to `log_extra` by column, one value per trajectory.
         failures: the reason for each function that failed. If it failed for several trajectories, the first reason.
+
+    >>> def correct(completions, answer, **columns):
+    ...     return [float(text == right) for text, right in zip(completions, answer)]
+    >>> rewards = Rewards([correct])
+    >>> scores = asyncio.run(rewards.score(["2+2?"] * 2, ["4", "5"], {"answer": ["4", "4"]}))
+    >>> scores.names, scores.total.tolist(), scores.row(0)
+    (('correct',), [1.0, 0.0], {'correct': 1.0})
+    >>> rewards.close()
     """
 
     names: tuple[str, ...]
@@ -208,6 +216,12 @@ async def compute_rewards(
     """Call reward functions once and return their values.
 
     The array is [n, K], with NaN if a function does not apply or failed. See `Rewards`.
+
+    >>> def short(completions, **columns):
+    ...     return [float(len(text) < 3) for text in completions]
+    >>> asyncio.run(compute_rewards([short], None, ["2+2?"] * 2, ["4", "four"]))
+    array([[1.],
+           [0.]])
     """
     scorer = Rewards(functions, weights, timeout_s=timeout_s)
     try:
@@ -234,7 +248,12 @@ def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) 
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
-    """Return the joined content of all messages of a role: the string form of a prompt or a completion, as in TRL."""
+    """Return the joined content of all messages of a role: the string form of a prompt or a completion, as in TRL.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> text_of(messages, "user"), text_of(messages, "assistant")
+    ('2+2?', '4')
+    """
     contents = [message.get("content") for message in messages if message.get("role") == role]
     return "".join(text for text in contents if isinstance(text, str))
 

@@ -44,6 +44,20 @@ class JudgeVote:
         scores: scores of the trajectories in the prompt, in its order. None if no try gave them.
         explanations: explanations in the same order, or None.
         model: model name that the server reported.
+
+    >>> vote = JudgeVote(
+    ...     group="sum",
+    ...     vote=0,
+    ...     count=3,
+    ...     members_by_position=[[1], [0, 2]],  # the members 0 and 2 are equal
+    ...     prompt=[],
+    ...     answers=[],
+    ...     errors=[],
+    ...     scores=[1.0, 0.5],
+    ...     explanations=None,
+    ... )
+    >>> vote.by_member()
+    [0.5, 1.0, 0.5]
     """
 
     group: str
@@ -88,6 +102,15 @@ class JudgeResult:
         scores: [n] float64 within [0, 1], the mean over votes. NaN if no vote counts.
         disagreement: [n] float64, the standard deviation over votes. NaN for fewer than two votes.
         verdicts: the votes.
+
+    >>> vote = {"group": "sum", "count": 2, "members_by_position": [[0], [1]], "explanations": None}
+    >>> vote |= {"prompt": [], "answers": [], "errors": []}
+    >>> scores = ([1.0, 0.5], [0.5, 0.5])
+    >>> votes = [JudgeVote(vote=number, scores=score, **vote) for number, score in enumerate(scores)]
+    >>> result = JudgeResult.from_votes(votes, count=2)
+    >>> # Mean and deviation of 1.0 and 0.5, and of 0.5 and 0.5.
+    >>> result.scores.tolist(), result.disagreement.tolist()
+    ([0.75, 0.5], [0.25, 0.0])
     """
 
     scores: NDArray[np.float64]
@@ -251,6 +274,15 @@ class Judge:
 
     Raises:
         ArgumentError: if `votes` is below 1.
+
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     answer = '{"scores": [{"id": "1", "score": 0.5}, {"id": "2", "score": 1.0}]}'
+    ...     return {"choices": [{"message": {"content": answer}}]}
+    >>> question = {"role": "user", "content": "2+2?"}
+    >>> trajectories = [[question, {"role": "assistant", "content": text}] for text in ("4", "5")]
+    >>> # The judge was shown the second trajectory as "1".
+    >>> asyncio.run(Judge(chat).score(trajectories, group="sum")).scores
+    array([1. , 0.5])
     """
 
     def __init__(

@@ -237,6 +237,18 @@ class ScoredTraces:
         groups, cached_groups: number of groups, and number of those answered from the cache.
         unscored_traces: number of traces without a known reward. Their reward is None, never 0.
         counts, failures: number of failures by "name: kind", and the first of each kind with its group and file.
+
+    >>> def correct(completions, answer, **columns):
+    ...     return [float(messages[-1]["content"] == right) for messages, right in zip(completions, answer)]
+    >>> question = {"role": "user", "content": "2+2?"}
+    >>> records = [
+    ...     {"messages": [question, {"role": "assistant", "content": text}], "group": "sum", "answer": "4"}
+    ...     for text in ("4", "5")
+    ... ]
+    >>> scored = score_traces(Traces.from_records(records), correct)
+    >>> # The reward of the second trace, and that of each function.
+    >>> scored.groups, scored.unscored_traces, scored.rows[1]
+    (1, 0, (0.0, (0.0,)))
     """
 
     source: Traces | SpillFile
@@ -283,6 +295,15 @@ class JudgedTraces(ScoredTraces):
         prompt_tokens, completion_tokens: tokens of all requests in this run, as the judge's server counts them.
         agreement: share of pairs within a group that the first two votes order alike. Ties are ignored. NaN if no pair
             remains.
+
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     message = {"content": '{"scores": [{"id": "1", "score": 1.0}]}'}
+    ...     return {"choices": [{"message": message}], "usage": {"prompt_tokens": 100, "completion_tokens": 20}}
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> judged = asyncio.run(judge_traces(Traces.from_records([{"messages": messages}]), chat, votes=2))
+    >>> # The arguments of `cost` are prices of a million tokens.
+    >>> judged.prompt_tokens, judged.completion_tokens, judged.cost((1.0, 2.5))
+    (200, 40, 0.0003)
     """
 
     prompt_tokens: int = 0
@@ -325,6 +346,16 @@ def score_traces(
 
     Raises:
         ArgumentError: if the cache cannot be read or written.
+
+    >>> def correct(completions, answer, **columns):
+    ...     return [float(messages[-1]["content"] == right) for messages, right in zip(completions, answer)]
+    >>> question = {"role": "user", "content": "2+2?"}
+    >>> records = [
+    ...     {"messages": [question, {"role": "assistant", "content": text}], "group": "sum", "answer": "4"}
+    ...     for text in ("4", "5")
+    ... ]
+    >>> score_traces(Traces.from_records(records), correct).traces.reward.tolist()
+    [1.0, 0.0]
     """
     functions = [functions] if callable(functions) else list(functions)
     scorer = Rewards(functions, weights, timeout_s=timeout_s, max_processes=concurrency)
@@ -385,6 +416,14 @@ async def judge_traces(
 
     Raises:
         ArgumentError: if the cache cannot be read or written.
+
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     answer = '{"scores": [{"id": "1", "score": 0.75}]}'
+    ...     return {"choices": [{"message": {"content": answer}}]}
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> judged = asyncio.run(judge_traces(Traces.from_records([{"messages": messages}]), chat, votes=2))
+    >>> judged.traces.reward.tolist()
+    [0.75]
     """
     groups, answers = _groups(traces.groups), ScoreCache(cache)
     result = JudgedTraces(traces, (name,), groups=len(groups))

@@ -524,7 +524,7 @@ class Servers:
         return True
 
     def evict(self, url: str, why: str) -> None:
-        """Never use this server again; its requests in flight are sent to other servers."""
+        """Evict a server from the run; its requests in flight are sent to other servers."""
         server = self._servers[url]
         server.evicted = why
         if server.probe is not None:

@@ -62,6 +62,20 @@ def environment_contract(make: Callable[[], Any], *, sampling: Mapping[str, Any]
     Args:
         make: creates an environment for each trajectory.
         sampling: fields of its requests.
+
+    >>> import asyncio
+    >>> from tracegrad.rollout import run_rollout
+    >>> class Sum(Environment):
+    ...     def reset(self, task):
+    ...         return [{"role": "user", "content": task}]
+    ...     def step(self, message):
+    ...         self.right = message["content"] == "4"
+    ...     def reward(self):
+    ...         return float(self.right)
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     return {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> asyncio.run(run_rollout(environment_contract(Sum), "2+2?", chat=chat)).record["reward"]
+    1.0
     """
 
     async def contract(task: Any, policy: Policy) -> Any:
@@ -137,6 +151,24 @@ def trl_environment(
         max_turns: maximum number of tool answers; TRL's max_tool_calling_iterations.
         seconds: time limit of one tool call.
         sampling: fields of its requests.
+
+    >>> import asyncio
+    >>> from tracegrad.rollout import run_rollout
+    >>> class Shop:
+    ...     def reset(self, **row):
+    ...         self.asked = False
+    ...     def price(self, item: str) -> int:
+    ...         '''Price of one item.'''
+    ...         self.asked = True
+    ...         return 12
+    ...     def get_reward(self):
+    ...         return float(self.asked)
+    >>> call = {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"item": "lamp"}'}}
+    >>> async def chat(request, **_):  # in place of `Servers.chat`: calls the tool once
+    ...     message = {"content": "12"} if len(request["messages"]) > 1 else {"content": "", "tool_calls": [call]}
+    ...     return {"choices": [{"message": message, "finish_reason": "stop"}]}
+    >>> asyncio.run(run_rollout(trl_environment(Shop), "How much is a lamp?", chat=chat)).record["rewards"]
+    {'Shop': 1.0}
     """
     idle: list[tuple[Any, UserThread]] = []
 

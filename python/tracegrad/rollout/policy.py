@@ -22,7 +22,20 @@ class Chat(Protocol):
 
 
 class LimitReached(TracegradError):
-    """An episode needs more turns or tokens than its limit; `which` is "turns" or "tokens"."""
+    """An episode needs more turns or tokens than its limit; `which` is "turns" or "tokens".
+
+    >>> import asyncio
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     return {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> async def ask_twice(policy):
+    ...     for question in ("2+2?", "Sure?"):
+    ...         await policy.chat([{"role": "user", "content": question}])
+    >>> try:
+    ...     asyncio.run(ask_twice(Policy(Session("a"), chat, limits=Limits(max_turns=1))))
+    ... except LimitReached as error:
+    ...     print(error.which, error.code)
+    turns TG-ROLLOUT-055
+    """
 
     def __init__(self, which: str, words: str) -> None:
         super().__init__(words)
@@ -30,7 +43,15 @@ class LimitReached(TracegradError):
 
 
 class NoAnswer(TracegradError):
-    """A server's answer contains no message."""
+    """A server's answer contains no message.
+
+    >>> try:
+    ...     # `Policy.chat` calls it with the response of a server
+    ...     message_of({"choices": []})
+    ... except NoAnswer as error:
+    ...     print(error.code)
+    TG-ROLLOUT-028
+    """
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,9 @@ class Limits:
         max_turns: maximum number of policy calls.
         max_tokens: maximum number of sampled tokens in all calls together.
         timeout_s: time limit from start to reward.
+
+    >>> Limits(max_turns=4, max_tokens=512)
+    Limits(max_turns=4, max_tokens=512, timeout_s=600.0)
     """
 
     max_turns: int = 32
@@ -59,6 +83,16 @@ class Policy:
 
     Existing agents use `base_url` and `key`: an OpenAI-compatible address whose calls are recorded in this trajectory.
     `ended` is the limit that was reached, None before that. `counts` counts tool calls by outcome.
+
+    >>> import asyncio
+    >>> from tracegrad.rollout import run_rollout
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     return {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> async def agent(task, policy):
+    ...     message = await policy.chat([{"role": "user", "content": task}])
+    ...     return float(message["content"] == "4")
+    >>> asyncio.run(run_rollout(agent, "2+2?", chat=chat)).record["reward"]
+    1.0
     """
 
     def __init__(

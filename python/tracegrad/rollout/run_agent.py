@@ -42,6 +42,15 @@ class RolloutResult:
         completion: messages after the prompt, as reward functions receive them.
         finish_reason: finish reason of the last message.
         task: task of the rollout.
+
+    >>> import asyncio
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     return {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> result = asyncio.run(run_rollout(one_turn(), "2+2?", chat=chat))
+    >>> result.ended, result.prompt, result.completion
+    ('done', [{'role': 'user', 'content': '2+2?'}], [{'role': 'assistant', 'content': '4'}])
+    >>> result.record["reward"], result.error  # nothing scored it
+    (None, None)
     """
 
     record: dict[str, Any]
@@ -91,6 +100,17 @@ async def run_rollout(
         metadata: metadata of the record, in addition to `task`, `ended`, `seconds` and `turns`.
         logprob_kind: kind of the server's logprobs.
         for_training: refuse requests whose token probabilities the trainer cannot compute, for example with top_p.
+
+    >>> import asyncio
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     choice = {"message": {"content": "4"}, "finish_reason": "stop", "token_ids": [22, 2]}
+    ...     return {"prompt_token_ids": [1, 20, 2], "choices": [choice]}
+    >>> async def agent(task, policy):
+    ...     message = await policy.chat([{"role": "user", "content": task}], max_tokens=8)
+    ...     return float(message["content"] == "4")
+    >>> record = asyncio.run(run_rollout(agent, "2+2?", chat=chat, id="sum-0")).record
+    >>> record["id"], record["reward"], record["calls"][0]["request"]["max_tokens"]
+    ('sum-0', 1.0, 8)
     """
     limits = limits or Limits()
     name = f"trajectory-{next(_numbers)}" if id is None else id
@@ -271,6 +291,15 @@ def one_turn(score: Score | None = None, *, sampling: Mapping[str, Any] | None =
         score: `(task, prompt, completion)` to a number, numbers by name or None; plain or asynchronous. Without it the
             reward is None, and functions for complete groups can score it later.
         sampling: fields of the request.
+
+    >>> import asyncio
+    >>> async def chat(request, **_):  # in place of `Servers.chat`
+    ...     return {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> def correct(task, prompt, completion):
+    ...     return float(completion[-1]["content"] == task["answer"])
+    >>> task = {"prompt": "2+2?", "answer": "4"}
+    >>> asyncio.run(run_rollout(one_turn(correct), task, chat=chat)).record["reward"]
+    1.0
     """
 
     async def contract(task: Any, policy: Policy) -> Any:
@@ -302,6 +331,18 @@ def with_tools(
         seconds: time limit of one tool call.
         run: where plain functions run; see `Tools`.
         sampling: fields of the requests.
+
+    >>> import asyncio
+    >>> def price(item: str) -> int:
+    ...     '''Price of one item.'''
+    ...     return 12
+    >>> call = {"id": "c1", "type": "function", "function": {"name": "price", "arguments": '{"item": "lamp"}'}}
+    >>> async def chat(request, **_):  # in place of `Servers.chat`: calls the tool once
+    ...     message = {"content": "12"} if len(request["messages"]) > 1 else {"content": "", "tool_calls": [call]}
+    ...     return {"choices": [{"message": message, "finish_reason": "stop"}]}
+    >>> result = asyncio.run(run_rollout(with_tools([price]), "How much is a lamp?", chat=chat))
+    >>> [message["role"] for message in result.completion], result.completion[1]["content"]
+    (['assistant', 'tool', 'assistant'], '12')
     """
     if isinstance(tools, type) or not (callable(tools) or isinstance(tools, Sequence)):
         raise ArgumentError(

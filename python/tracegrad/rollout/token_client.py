@@ -35,16 +35,17 @@ MAX_CONVERSATIONS = 8
 
 
 class Tokens:
-    """Servers that receive token ids; passed to `play` as `chat`.
+    """Servers that receive token ids; passed to `run_rollout` as `chat`.
 
     Args:
         servers: servers started with --enable-scale-out, which `check` tests.
         tokenizer: tokenizer of the served model, with its chat template.
 
-    >>> async def example(servers, tokenizer):
+    >>> from tracegrad.rollout import one_turn, run_rollout
+    >>> async def ask(servers: Servers, tokenizer: Tokenizer):
     ...     tokens = Tokens(servers, tokenizer)
     ...     await tokens.check()
-    ...     return await play(with_tools([price]), task, chat=tokens)
+    ...     return await run_rollout(one_turn(), "2+2?", chat=tokens)
     """
 
     def __init__(self, servers: Servers, tokenizer: Tokenizer) -> None:

@@ -37,6 +37,13 @@ class VerifiersEnvironment:
 
     Raises:
         ArgumentError: if the interpreter cannot be run.
+
+    ```python
+    import tracegrad as tg
+
+    environment = tg.rollout.verifiers("gsm8k", python=".venv-verifiers/bin/python")
+    tg.online.train("model", environment.tasks(256), agent=environment, out="out/online")
+    ```
     """
 
     def __init__(

@@ -73,6 +73,19 @@ def train(
         ArgumentError: if options are incompatible, or `out` contains a run and `resume` is False.
         ReadError, FormatError, TokenizerError, TemplateError, AlignmentError: for a bad record, by data.on_error.
         TracegradError: if the run fails.
+
+    ```python
+    import tracegrad as tg
+
+    result = tg.train(
+        "examples/quickstart/model",
+        "examples/quickstart/traces.jsonl.zst",
+        out="out/run",
+        recipe="DAPO",
+        options={"optimizer.lr": 1e-4, "train.groups_per_step": 32},
+    )
+    print(result.step, result.checkpoint, result.rows[-1]["loss"])
+    ```
     """
     run_dir, model = RunDirectory(out), Path(model)
     with run_dir.lock() if is_first_rank() else nullcontext():

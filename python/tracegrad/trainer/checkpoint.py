@@ -62,7 +62,7 @@ class Progress:
         fingerprint: hash of the data, equal for equal trained tokens; "" if the run has no data set.
         config: option values of the run, by dotted name.
         logprobs: float32 arrays with one entry per trained token: `old` for the remaining steps, and `ref`.
-        control: adaptive coefficients, from `trainer.optim.Control.state`.
+        control: adaptive coefficients, from `trainer.optim.EntropyController.state`.
         seconds: wall time by stage in seconds, summed over all processes of the run.
         version: policy version passed to the last step; -1 if none was passed.
     """

@@ -319,13 +319,13 @@ class InMemoryDataset:
         return 1
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.take`; if all rows are selected, the sequences themselves are returned."""
+        """Return traces as `Dataset.take`; the sequences themselves if all rows are selected."""
         if len(rows) == self.sequences.traces:
             return self.sequences
         return select(self.sequences, rows)
 
     def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.take_with_details`."""
+        """Return traces as `Dataset.take_with_details`."""
         return subset(self.sequences, rows)[0]
 
     def parts(self) -> Iterator[Sequences]:
@@ -337,13 +337,13 @@ class InMemoryDataset:
         return self.sequences.trace_name(row)
 
     def group_hash(self) -> NDArray[np.float64]:
-        """As `Dataset.group_hash`; a group without a name is hashed by its number."""
+        """Return hashes as `Dataset.group_hash`; a group without a name is hashed by its number."""
         group = self.sequences.group
         names = self.sequences.group_names or tuple(map(str, range(int(group.max(initial=-1)) + 1)))
         return group_hashes(names)[group]
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Dataset.fingerprint`; every token is hashed."""
+        """Return a hash as `Dataset.fingerprint`, of every token."""
         s, digest = self.sequences, hashlib.sha256()
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
@@ -385,6 +385,16 @@ class PreparedDataset:
         folders: the folders as passed to `open`.
         shards: the shards of all folders, in order.
         catalog: the table of all traces.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from tracegrad import Sequences
+    >>> nan = float("nan")
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [nan, -0.5, -0.1], [False, True, True], rewards=[1.0])
+    >>> with TemporaryDirectory() as folder:
+    ...     sequences.save(folder)  # one shard, as `tracegrad prepare` writes many
+    ...     dataset = PreparedDataset.open(folder)
+    ...     dataset.traces, dataset.take(np.array([0])).ids.tolist()
+    (1, [5, 6, 7])
     """
 
     def __init__(self, folders: tuple[str, ...], shards: Sequence[Shard], catalog: TraceTable) -> None:
@@ -454,7 +464,7 @@ class PreparedDataset:
         )
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.take`."""
+        """Return traces as `Dataset.take`, read from their shards."""
         rows = np.asarray(rows, np.int64)
         parts = [select(sequences, shard_rows) for sequences, shard_rows in self._by_shard(rows)]
         result = parts[0] if len(parts) == 1 else concatenate([(part, np.arange(part.traces)) for part in parts])
@@ -462,7 +472,7 @@ class PreparedDataset:
         return replace(result, group=self.catalog.group[rows])
 
     def take_with_details(self, rows: NDArray[np.integer]) -> Sequences:
-        """As `Dataset.take_with_details`."""
+        """Return traces as `Dataset.take_with_details`, read from their shards."""
         parts = [
             subset(sequences, shard_rows)[0].stored()
             for sequences, shard_rows in self._by_shard(np.asarray(rows, np.int64))
@@ -482,7 +492,7 @@ class PreparedDataset:
         return self._open_shard(number).trace_name(row - int(self._first[number]))
 
     def group_hash(self) -> NDArray[np.float64]:
-        """As `Dataset.group_hash`."""
+        """Return hashes as `Dataset.group_hash`."""
         parts = [np.zeros(0)]
         for sequences in self.parts():
             names = sequences.group_names or sequences.trace_ids
@@ -490,7 +500,7 @@ class PreparedDataset:
         return np.concatenate(parts)
 
     def fingerprint(self, rewards: NDArray[np.float32]) -> str:
-        """As `Dataset.fingerprint`, from the columns and the checksums in the manifests."""
+        """Return a hash as `Dataset.fingerprint`, of the columns and of the checksums in the manifests."""
         digest = blake2b(self.catalog.hash.encode(), digest_size=32)
         for shard in self.shards:
             digest.update(repr(sorted((name, tuple(file)) for name, file in shard.manifest.files.items())).encode())

@@ -388,6 +388,19 @@ class DistributedModel:
         ranks: the ranks that share the step.
         scale: factor on the loss that turns the wrapper's mean over ranks into a sum.
         memory: memory options; a step uses its `reduce_each` and `chunk_bytes`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> wrapped = wrap(model)
+    >>> logprobs, entropy = wrapped.forward(step.batches[0].to(wrapped.device))
+    >>> wrapped.mode, logprobs.detach().exp()
+    ('none', tensor([0.1250, 0.1250]))
     """
 
     model: nn.Module
@@ -524,6 +537,12 @@ def wrap(
 
     Raises:
         ArgumentError: if the mode and the number of ranks contradict each other.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> wrapped = wrap(LlamaForCausalLM(LlamaConfig(vocab_size=8, **size)))
+    >>> wrapped.mode, str(wrapped.device), wrapped.ranks.world
+    ('none', 'cpu', 1)
     """
     ranks, memory = ranks or Ranks.of_open_group(), memory or SPEED
     device = device or next(model.parameters()).device

@@ -92,6 +92,21 @@ def train(
         ArgumentError: if objective, data and config are incompatible, or `out` contains a run and `resume` is False.
         ReadError: if the checkpoint to resume from is damaged.
         TracegradError: if the gradient is not finite or a checkpoint cannot be written.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, presets
+    >>> from tracegrad.config import Config, Data, Train
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> logprobs, trainable = [float("nan"), -2.0] * 2, [False, True] * 2
+    >>> data = Sequences.from_arrays([5, 6, 5, 7], [0, 2, 4], logprobs, trainable, group=[0, 0], rewards=[1.0, 0.0])
+    >>> config = Config(data=Data(holdout=0.0), train=Train(epochs=2))
+    >>> options = {"config": config, "sinks": [], "log": lambda line: None}
+    >>> with TemporaryDirectory() as folder:
+    ...     result = train(data, model, objective=presets.GRPO, out=folder, **options)
+    >>> result.step, result.rows[-1]["reward"]  # one group per epoch; the mean of 1 and 0
+    (2, 0.5)
     """
     config = config or Config()
     ranks = Ranks.join(config.train.timeout_s)

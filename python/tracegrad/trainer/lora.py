@@ -248,6 +248,14 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
         ArgumentError: if the checkpoint has no adapters, or `out` exists.
         ReadError: if they cannot be read.
         TracegradError: if the merged weights are not finite, or the folder cannot be written.
+
+    ```python
+    from transformers import AutoModelForCausalLM
+    from tracegrad.trainer import merge_adapters
+
+    folder = merge_adapters("out/run/checkpoint", "out/merged")  # of a run with train.lora_rank
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ```
     """
     checkpoint, out = Path(checkpoint), require_local_path(out)
     adapted = LoraFolder.read(checkpoint, Path(base) if base is not None else None)

@@ -29,6 +29,10 @@ class Memory:
         chunk_bytes: maximum bytes of a chunk of logits; None uses the LM head's default, up to 4 GiB on CUDA.
         foreach: False lets AdamW update parameters one by one, without a temporary copy of all; None is torch's
             default.
+
+    >>> speed, low = Memory.of("speed"), Memory.of("low")
+    >>> (speed.recompute, speed.chunk_bytes), (low.recompute, low.chunk_bytes)
+    ((False, None), (True, 33554432))
     """
 
     recompute: bool

@@ -37,6 +37,15 @@ class OffPolicyEstimate:
         ess: Kish effective sample size, (sum w)^2 / sum w^2, in traces.
         traces: number of held-out traces with a rollout logprob for every trained token; others have no weight.
         clamped: number of traces whose summed log-ratio was clamped to `SUM_LIMIT`.
+
+    >>> # Weights of 2 and 1.
+    >>> theta, rollout = np.log(np.float32([0.8, 0.4])), np.log(np.float32([0.4, 0.4]))
+    >>> result = estimate(theta, rollout, np.arange(2), np.float32([1.0, 0.0]), np.array([0, 1]))
+    >>> round(result.value, 4), result.recorded  # 2 * 1 / (2 + 1), and the mean of 1 and 0
+    (0.6667, 0.5)
+    >>> # (2 + 1)^2 / (4 + 1); two traces are too few.
+    >>> round(result.ess, 4), result.is_reliable
+    (1.8, False)
     """
 
     value: float

@@ -23,6 +23,20 @@ class TokenRecord:
         origin: token index in the `Sequences`.
         trace: trace index in the `Sequences`.
         ratio, weight, keep, clipped, advantages, logprobs, gradient: as in `StepResult` and `Step`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> import torch
+    >>> from tracegrad import Sequences, pack
+    >>> from tracegrad.objective import Objective, PolicyGradient
+    >>> from tracegrad.trainer import optimizer_step
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> record = TokenRecord.of(1, step, optimizer_step(model, step, Objective(PolicyGradient()), optimizer))
+    >>> record.origin.tolist(), record.gradient.tolist()  # -A / 2 tokens
+    ([1, 2], [-0.5, -0.5])
     """
 
     step: int
@@ -98,6 +112,21 @@ class TrainResult:
         device_idle_share: share of time in which the device had no queued work, a lower bound; None on a CPU.
         gradient_magnitude: sum of |d loss / d logprob| over all trained tokens of the last epoch.
         address: address of the newest checkpoint if the run is at an address, else "".
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, presets
+    >>> from tracegrad.config import Config, Data
+    >>> from tracegrad.trainer import train
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> logprobs, trainable = [float("nan"), -2.0] * 2, [False, True] * 2
+    >>> data = Sequences.from_arrays([5, 6, 5, 7], [0, 2, 4], logprobs, trainable, group=[0, 0], rewards=[1.0, 0.0])
+    >>> options = {"objective": presets.GRPO, "config": Config(data=Data(holdout=0.0)), "sinks": []}
+    >>> with TemporaryDirectory() as folder:
+    ...     result = train(data, model, out=folder, log=lambda line: None, **options)
+    >>> result.step, result.total, result.stopped, result.checkpoint.name
+    (1, 1, 'done', 'step-00000001')
     """
 
     step: int

@@ -103,6 +103,22 @@ class StepResult:
         gradient: d loss / d logprob.
         weight: product of all weights, including those that depend on the trained policy; 1 if `keep` is False.
         keep: whether all rejections keep the token, including those that depend on the trained policy.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> from tracegrad.objective import PolicyGradient
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> result = optimizer_step(model, step, Objective(PolicyGradient()), optimizer)
+    >>> round(result.loss, 4), np.exp(result.logprobs).round(4).tolist()  # -log(1 / 8)
+    (2.0794, [0.125, 0.125])
+    >>> result.gradient.tolist(), result.keep.tolist()  # -A / 2 tokens
+    ([-0.5, -0.5], [True, True])
     """
 
     loss: float
@@ -150,6 +166,21 @@ def optimizer_step(
     Raises:
         ArgumentError: for an unwrapped model if a process group is open, as its gradients would not be exchanged.
         TracegradError: if the gradient is not finite; the parameters then stay unchanged.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> from tracegrad.objective import PolicyGradient
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> losses = [optimizer_step(model, step, Objective(PolicyGradient()), optimizer).loss for _ in range(2)]
+    >>> # -log(1 / 8), and less after the first step
+    >>> round(losses[0], 4), losses[1] < losses[0]
+    (2.0794, True)
     """
     target = as_distributed_model(model)
     ranks = target.ranks
@@ -261,7 +292,20 @@ def correct_step(
 
 
 def compute_logprobs(model: Any, batches: Sequence[Batch], precision: torch.dtype = torch.float32) -> list[Floats]:
-    """Compute the logprobs of the trained tokens of each batch under the current model, in nats, without gradient."""
+    """Compute the logprobs of the trained tokens of each batch under the current model, in nats, without gradient.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> [logprobs] = compute_logprobs(model, step.batches)
+    >>> np.exp(logprobs).round(4).tolist()
+    [0.125, 0.125]
+    """
     target = as_distributed_model(model)
     verify_batches(target, batches)
     with torch.no_grad():

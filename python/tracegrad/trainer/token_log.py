@@ -43,6 +43,13 @@ class StepTokens:
         outcome: [m] uint8, code of the token's outcome: trained, clipped, or the mask that dropped it.
         values: the arrays of `FLOATS` by name, [m] float32 each: ratio in the surrogate, weight, advantage, logprob of
             the policy before the update, old logprob (NaN if none was used), d loss / d logprob, entropy.
+
+    >>> values = {name: np.ones(3, np.float32) for name in FLOATS}
+    >>> labels = ("trained", "clipped", "unknown", "masked")
+    >>> outcome = np.array([TRAINED, CLIPPED, UNKNOWN], np.uint8)
+    >>> tokens = StepTokens(1, "tokens-00001", labels, np.array([1, 2, 4]), np.array([0, 0, 1]), outcome, values)
+    >>> tokens.keep.tolist(), tokens.of(trace=0).token.tolist()
+    ([True, True, False], [1, 2])
     """
 
     step: int
@@ -67,14 +74,30 @@ class StepTokens:
 
 
 def write_step(path: Path, terms: StepTokens) -> int:
-    """Write the tokens of a step; return the number of bytes."""
+    """Write the tokens of a step; return the number of bytes.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> sequences = Sequences.from_arrays([5, 6], [0, 2], [float("nan"), -0.5], [False, True])
+    >>> values = {name: np.full(1, 0.5, np.float32) for name in FLOATS}
+    >>> with TemporaryDirectory() as folder:
+    ...     sequences.save(Path(folder, "tokens-00001"))
+    ...     place = np.array([1]), np.array([0], np.int32), np.array([TRAINED], np.uint8)
+    ...     tokens = StepTokens(1, "tokens-00001", ("trained",), *place, values)
+    ...     size = write_step(Path(folder, step_name(1, rank=0)), tokens)
+    ...     [(step.step, step.token.tolist(), step.values["ratio"].tolist()) for step in iterate_steps(Path(folder))]
+    [(1, [1], [0.5])]
+    """
     metadata = {"step": str(terms.step), "tokens": terms.tokens, "words": json.dumps(terms.labels)}
     arrays = {"place": terms.token, "trace": terms.trace, "why": terms.outcome, **terms.values}
     return safetensors_file.write(path, arrays, metadata).bytes
 
 
 def step_name(step: int, rank: int) -> str:
-    """Return the file name of one step and rank."""
+    """Return the file name of one step and rank.
+
+    >>> step_name(12, rank=0)
+    'step-00000012.r0.safetensors'
+    """
     return f"step-{step:08d}.r{rank}.safetensors"
 
 
@@ -86,6 +109,17 @@ class TokenLog:
 
     Raises:
         ArgumentError: if there is no token log.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> sequences = replace(Sequences.from_arrays([5, 6], [0, 2], [np.nan, -0.5], [False, True]), trace_ids=("sum-0",))
+    >>> values = {name: np.full(1, 0.5, np.float32) for name in FLOATS}
+    >>> with TemporaryDirectory() as folder:
+    ...     sequences.save(Path(folder, "tokens-00001"))
+    ...     place = np.array([1]), np.array([0], np.int32), np.array([TRAINED], np.uint8)
+    ...     _ = write_step(Path(folder, step_name(1, 0)), StepTokens(1, "tokens-00001", ("trained",), *place, values))
+    ...     log = TokenLog(folder)
+    ...     log.sets(), log.find("sum-0"), log.of("sum-0")[0].values["logprobs"].tolist()
+    (['tokens-00001'], [('tokens-00001', 0)], [0.5])
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -162,6 +196,12 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
 
     Returns:
         The selected traces; and [T] int64, the index of each of their tokens in `sequences`.
+
+    >>> ids, trainable = [5, 6, 7, 5, 8], [False, True, True, False, True]
+    >>> sequences = Sequences.from_arrays(ids, [0, 3, 5], [np.nan, -0.5, -0.1, np.nan, -1.0], trainable)
+    >>> part, origin = subset(sequences, [1])
+    >>> part.ids.tolist(), origin.tolist()  # the tokens 3 and 4 of `sequences`
+    ([5, 8], [3, 4])
     """
     rows = np.asarray(rows, np.int64)
     branches = np.concatenate([np.zeros(0, np.int64), *(_branches(sequences, row) for row in rows)])
@@ -213,6 +253,19 @@ def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
 
 
 def iterate_steps(folder: Path) -> Iterator[StepTokens]:
-    """Yield all steps of a folder, in order."""
+    """Yield all steps of a folder, in order.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> sequences = Sequences.from_arrays([5, 6], [0, 2], [float("nan"), -0.5], [False, True])
+    >>> values = {name: np.full(1, 0.5, np.float32) for name in FLOATS}
+    >>> place = np.array([1]), np.array([0], np.int32), np.array([TRAINED], np.uint8)
+    >>> with TemporaryDirectory() as folder:
+    ...     sequences.save(Path(folder, "tokens-00001"))
+    ...     for number in (1, 2):
+    ...         tokens = StepTokens(number, "tokens-00001", ("trained",), *place, values)
+    ...         _ = write_step(Path(folder, step_name(number, rank=0)), tokens)
+    ...     [tokens.step for tokens in iterate_steps(Path(folder))]
+    [1, 2]
+    """
     reader = TokenLog(folder)
     return (reader.read(path) for _, path in reader.files())

@@ -76,11 +76,26 @@ class Trainer:
 
     Attributes:
         model, objective, config, out, ranks, steps: the arguments; the model has the adapters that the config adds.
-        away: the run directory shared by the ranks; `out` is its folder on this machine.
-        taken: number of optimizer steps done, including those before a `restore`.
+        run_dir: the run directory shared by the ranks; `out` is its folder on this machine.
+        steps_done: number of optimizer steps done, including those before a `restore`.
         version: policy version passed to the last step; None if none was passed.
         num_tokens: prompt and completion tokens of all steps, as the metric of the same name counts them.
         watch: wall time by stage in seconds.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from tracegrad import Sequences, pack
+    >>> from tracegrad.objective import PolicyGradient
+    >>> size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **size))
+    >>> # Each of the 8 tokens gets probability 1 / 8.
+    >>> _ = model.lm_head.weight.data.zero_()
+    >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [float("nan"), -0.5, -0.1], [False, True, True])
+    >>> [step] = pack(sequences, advantages=[1.0], tokens_per_row=16)
+    >>> with TemporaryDirectory() as folder:
+    ...     trainer = Trainer(model, Objective(PolicyGradient()), out=folder)
+    ...     round(trainer.step(step).loss, 4), trainer.steps_done  # -log(1 / 8)
+    (2.0794, 1)
     """
 
     def __init__(

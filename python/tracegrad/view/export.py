@@ -63,6 +63,19 @@ def export_page(session: Viewer, rows: Sequence[int], path: Path) -> int:
     Raises:
         ArgumentError: if `path` is an input, or the rows cannot be exported.
         ReadError: if it cannot be written.
+
+    >>> import time
+    >>> from tempfile import TemporaryDirectory
+    >>> import tracegrad as tg
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> with TemporaryDirectory() as folder:
+    ...     tg.write([tg.Trace.from_messages(messages, reward=reward) for reward in (1, 0)], f"{folder}/traces.jsonl")
+    ...     with Viewer([f"{folder}/traces.jsonl"], Path(folder, "index")) as session:
+    ...         while not session.state()["done"]:
+    ...             time.sleep(0.01)
+    ...         # The result is a number of bytes.
+    ...         export_page(session, rows=[0, 1], path=Path(folder, "page.html")) > 10_000
+    True
     """
     run_files = [file for run in session.runs for file in run.iterdir()]
     files.check_not_read([path], [*(source.path for source in session.sources), *run_files], "--export")
@@ -86,6 +99,18 @@ def select_rows(session: Viewer, where: Sequence[str], search: str, sort: str, l
 
     Raises:
         ArgumentError: for an unknown column, or a limit below 1.
+
+    >>> import time
+    >>> from tempfile import TemporaryDirectory
+    >>> import tracegrad as tg
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> with TemporaryDirectory() as folder:
+    ...     tg.write([tg.Trace.from_messages(messages, reward=reward) for reward in (1, 0)], f"{folder}/traces.jsonl")
+    ...     with Viewer([f"{folder}/traces.jsonl"], Path(folder, "index")) as session:
+    ...         while not session.state()["done"]:
+    ...             time.sleep(0.01)
+    ...         select_rows(session, where=["reward<0.5"], search="", sort="", limit=10)
+    [1]
     """
     if limit < 1:
         raise ArgumentError(f"TG-VIEW-004: --limit {str(limit)[:20]}: no trace would be written. Give 1 or more.")

@@ -45,6 +45,18 @@ class Viewer:
 
     Raises:
         ReadError: for a path without traces, shards or runs.
+
+    >>> import time
+    >>> from tempfile import TemporaryDirectory
+    >>> import tracegrad as tg
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> with TemporaryDirectory() as folder:
+    ...     tg.write([tg.Trace.from_messages(messages, reward=reward) for reward in (1, 0)], f"{folder}/traces.jsonl")
+    ...     with Viewer([f"{folder}/traces.jsonl"], Path(folder, "index")) as session:
+    ...         while not session.state()["done"]:
+    ...             time.sleep(0.01)
+    ...         session.rows, session.columns()["reward"].tolist(), session.labels([0])[0]["head"]
+    (2, [1.0, 0.0], '2+2?')
     """
 
     def __init__(

@@ -20,6 +20,14 @@ def serve(session: Viewer, *, port: int = 0, token: str | None = None, log: Call
     Raises:
         ArgumentError: if the port is out of range.
         TracegradError: if the port cannot be used.
+
+    ```python
+    from pathlib import Path
+    from tracegrad.view import Viewer, serve
+
+    with Viewer(["traces.jsonl"], Path("out/index")) as session:
+        serve(session, port=8080)  # prints the address, and returns after Ctrl-C
+    ```
     """
     if not 0 <= port <= 65535:
         raise ArgumentError(

@@ -35,6 +35,18 @@ class File:
         keep: number of files to keep.
         clear_cache: False keeps keys and values of the old weights in the cache, where requests would use them. Only
             for runs in which every request has the version as its `cache_salt`.
+
+    ```python
+    from tracegrad.rollout.client import Servers
+    from tracegrad.weight_sync import File
+
+
+    async def send(model, version):
+        async with Servers(["http://127.0.0.1:8000"], model="policy") as servers:
+            sync = File(servers, "/dev/shm/weights")
+            result = await sync.push(model.state_dict(), version)
+            print(result.updated, result.seconds)
+    ```
     """
 
     def __init__(

@@ -38,6 +38,18 @@ class Lora:
         keep: minimum number of versions that stay loaded. A version that a request still uses stays loaded, and all
             later ones.
         timeout_s: time limit of each request.
+
+    ```python
+    from tracegrad.rollout.client import Servers
+    from tracegrad.weight_sync import Lora
+
+
+    async def send(adapter_folder, version):
+        async with Servers(["http://127.0.0.1:8000"], model="policy") as servers:
+            sync = Lora(servers, "/dev/shm/adapters")
+            result = await sync.push(adapter_folder, version)
+            print(result.updated, servers.model)  # requests now use the adapter "policy-v<version>"
+    ```
     """
 
     def __init__(

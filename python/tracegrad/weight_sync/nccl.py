@@ -113,6 +113,18 @@ class Nccl:
         address, port: address of the group: one of this machine that every server can reach.
         timeout_s: time limit of each request, and of a complete broadcast.
         packed: option of vLLM's NCCL engine.
+
+    ```python
+    from tracegrad.rollout.client import Servers
+    from tracegrad.weight_sync import Nccl
+
+
+    async def send(model, version):
+        async with Servers(["http://10.0.0.4:8000"], model="policy") as servers:
+            sync = Nccl(servers, address="10.0.0.3", port=29577)
+            result = await sync.push(model.state_dict(), version)  # tensors on this machine's GPU
+            print(result.updated, result.seconds)
+    ```
     """
 
     def __init__(

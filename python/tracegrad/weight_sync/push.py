@@ -18,12 +18,28 @@ if TYPE_CHECKING:
 
 
 class SyncError(TracegradError):
-    """Failure of a weight sync on every server; the message has the servers, their answers and the fix."""
+    """Failure of a weight sync on every server; the message has the servers, their answers and the fix.
+
+    ```python
+    from tracegrad.weight_sync import SyncError
+
+
+    async def send(sync, model, version):
+        try:
+            await sync.push(model.state_dict(), version)
+        except SyncError as error:  # no server has the new weights
+            print(error.code, error)
+    ```
+    """
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """A server that gets no more requests, and why."""
+    """A server that gets no more requests, and why.
+
+    >>> print(Eviction("http://10.0.0.5:8000", "it did not answer"))
+    http://10.0.0.5:8000 is evicted for the rest of the run: it did not answer
+    """
 
     url: str
     why: str
@@ -36,9 +52,16 @@ class Eviction:
 class SyncResult:
     """Result of a weight sync.
 
-    `seconds` is the longest pause of a server, `write_s` the time before. Servers in `ok` have the new weights. Servers
-    in `evicted` get no more requests. Servers in `away` were gone; when they are back, they get the weights before any
-    other request.
+    `seconds` is the longest pause of a server, `write_s` the time before. Servers in `updated` have the new weights.
+    Servers in `evicted` get no more requests. Servers in `unreachable` did not answer; when they do, they get the
+    weights before any other request.
+
+    >>> evicted = (Eviction("http://10.0.0.5:8000", "it did not answer"),)
+    >>> result = SyncResult(3, seconds=0.8, write_s=0.2, updated=("http://10.0.0.4:8000",), evicted=evicted)
+    >>> result.version, result.updated
+    (3, ('http://10.0.0.4:8000',))
+    >>> result.lines()
+    ['http://10.0.0.5:8000 is evicted for the rest of the run: it did not answer']
     """
 
     version: int
@@ -59,7 +82,22 @@ class SyncResult:
 
 
 class Sync(Protocol):
-    """Weight-sync backend."""
+    """Weight-sync backend.
+
+    ```python
+    from tracegrad.rollout.client import Servers
+    from tracegrad.weight_sync import File, Sync
+
+
+    def backend(servers: Servers) -> Sync:
+        return File(servers, "/dev/shm/weights")
+
+
+    async def send(sync: Sync, model, version):
+        result = await sync.push(model.state_dict(), version)
+        print(result.updated)
+    ```
+    """
 
     async def push(self, weights: Mapping[str, Any] | str | Path, version: int) -> SyncResult:
         """Send the weights to every server; raises SyncError if none loaded them."""
