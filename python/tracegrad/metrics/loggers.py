@@ -368,6 +368,10 @@ def reported_stages(
     Args:
         log: receives the lines; default: standard error.
         without: stages that report their own progress.
+
+    >>> watch = Stopwatch()
+    >>> with reported_stages(watch, print), watch("align"):  # a stage of less than ten seconds prints nothing
+    ...     pass
     """
     printer = ProgressPrinter(log)
 
