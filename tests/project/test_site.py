@@ -56,9 +56,11 @@ def test_pages_are_ours_with_what_they_link_to_beside_them(tmp_path):
 
 
 def test_lists_and_bars_are_written_as_the_builder_wants_them(tmp_path):
-    said = "A word:\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a \\| b` | c \\| d |\n\n1. one\n   - nested\n"
+    said = "A word:\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a \\| b` | c \\| d |\n"
+    said += "\n1. one\n   - nested\n"
     build._write(tmp_path, Path("page.md"), said, tmp_path)
-    wanted = "A word:\n\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a | b` | c \\| d |\n\n1. one\n    - nested\n"
+    wanted = "A word:\n\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a | b` | c \\| d |\n"
+    wanted += "\n1. one\n    - nested\n"
     assert (tmp_path / "page.md").read_text() == wanted
 
 
