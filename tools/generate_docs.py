@@ -77,7 +77,7 @@ under its tracegrad name. Options without a counterpart are refused by name. On 
 PEER:FILE`:
 
 ```python
-recipe = tg.recipes.from_trl({"use_vllm": True, "epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
+recipe = tg.recipes.from_trl({"use_vllm": True, "epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_art, ...
 print(recipe)
 objective = recipe.objective  # for your own loop: extend.md
 ```

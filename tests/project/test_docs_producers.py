@@ -49,7 +49,7 @@ def test_an_example_of_a_converted_record_is_read_by_the_reader_of_its_row(row, 
     traces = tg.read(path)
     assert len(traces) >= 1
     assert all(trace.generations for trace in traces)
-    if title == "LangSmith root runs alone":
+    if title == "LangSmith root runs only":
         return  # recognized by the other records of its file
     conversion = convert_first_match(record)
     assert conversion is not None
