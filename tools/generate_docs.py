@@ -1,5 +1,5 @@
 """Write the parts of docs/ that are made from the code: how-to/coming-from.md, and in reference/ losses.md,
-errors.md, the findings of findings.md, and the tables of metrics.md and configuration.md.
+imported-configs.md, errors.md, the findings of findings.md, and the tables of metrics.md and configuration.md.
 
     python tools/generate_docs.py
 """
@@ -57,7 +57,7 @@ _COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
 
 A config decides whether the recorded logprobs are used. **A `GRPOConfig` without `use_vllm: true` does not use them**:
 TRL then assumes that its own model sampled the tokens. For recorded traces set `use_vllm: true` in the file, or
-leave the config out and use tracegrad's default, DAPO. The table below has the effect of `use_vllm`.
+leave the config out and use tracegrad's default, DAPO.
 
 Missing logprobs are reported. Their tokens are masked, unless the config says otherwise. The doctor reports them
 first, and its line `next` has the `--map` flags that your logs need. Add them to the command:
@@ -77,10 +77,23 @@ under its tracegrad name. Options without a counterpart are refused by name. On 
 PEER:FILE`:
 
 ```python
-recipe = tg.recipes.from_trl({"epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_skyrl, from_art
+recipe = tg.recipes.from_trl({"use_vllm": True, "epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_art, ...
 print(recipe)
 objective = recipe.objective  # for your own loop: extend.md
 ```
+
+[Options of imported configs](../reference/imported-configs.md) lists each option with its effect, the options that are
+refused, and the numbers that differ from the peer's on purpose.
+
+Options on the command line or in `--config` override a recipe, and a line reports it. A YAML file needs pyyaml,
+which these trainers install; a JSON file needs nothing. Use the options of a resolved config (verl's and SkyRL's
+command lines print it).
+"""
+
+_IMPORTED_CONFIGS = """# Options of imported configs
+
+This page lists the counterpart of each option of TRL, verl, SkyRL and ART. [Coming from TRL, verl, SkyRL, ART or
+prime-rl](../how-to/coming-from.md) shows how to import a config.
 
 Some options control only the run and have no counterpart. A run refuses them; the objective is available without it.
 Options for batches on a device (`per_device_*`) are not read: set the groups of a step with
@@ -89,10 +102,6 @@ Options for batches on a device (`per_device_*`) are not read: set the groups of
 If the numbers of a config differ from the peer's on purpose, the recipe and `--from-config` report it, with the size
 if it is known.
 
-Options on the command line or in `--config` override a recipe, and a line reports it. A YAML file needs pyyaml,
-which these trainers install; a JSON file needs nothing. Use the options of a resolved config (verl's and SkyRL's
-command lines print it).
-
 Groups with equal rewards in all traces: from a file they are left out, or masked, as the config sets, and no new
 rollouts replace them. `tracegrad online` replaces them with new groups, up to `online.max_resample_factor` times
 the groups of a step.
@@ -100,14 +109,19 @@ the groups of a step.
 `python tools/generate_docs.py` makes the tables from the code. Each row is the effect of one option (with the
 options that it needs, in brackets). `objective.surrogate.high = 0.28` is also `--objective.surrogate.high 0.28`.
 Tests check that each value reproduces the peer's own loss and gradient. All options of
-`tracegrad train` are in [configuration.md](../reference/configuration.md). The standard deviation of a group
+`tracegrad train` are in [configuration.md](configuration.md). The standard deviation of a group
 has 1e-4 added, as in TRL; the others add 1e-6.
 """
 
 
 def coming_from_page() -> str:
-    """Return docs/how-to/coming-from.md: the counterpart of each option of other trainers."""
-    return "\n".join([_COMING_FROM, *map(_peer_section, PEERS)])
+    """Return docs/how-to/coming-from.md: how to use configs and records of other trainers."""
+    return _COMING_FROM
+
+
+def imported_configs_page() -> str:
+    """Return docs/reference/imported-configs.md: the counterpart of each option of other trainers."""
+    return "\n".join([_IMPORTED_CONFIGS, *map(_peer_section, PEERS)])
 
 
 def _peer_section(peer: Peer) -> str:
@@ -360,6 +374,7 @@ def main() -> None:
     """Write the pages."""
     (DOCS / "reference" / "losses.md").write_text(losses_page(), encoding="utf-8")
     (DOCS / "how-to" / "coming-from.md").write_text(coming_from_page(), encoding="utf-8")
+    (DOCS / "reference" / "imported-configs.md").write_text(imported_configs_page(), encoding="utf-8")
     (DOCS / "reference" / "errors.md").write_text(error_codes.page(), encoding="utf-8")
     for name, change in (
         ("reference/findings.md", with_findings),

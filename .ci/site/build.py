@@ -83,9 +83,10 @@ def stage(folder: Path) -> None:
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
         shutil.copy(picture, pages)
     start = (ROOT / "README.md").read_text(encoding="utf-8")
-    _write(pages, Path("index.md"), re.sub(r"\]\(docs/([\w-]+\.png)", r"](\1", start), ROOT)
+    _write(pages, Path("index.md"), start, ROOT)
     for page in [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in ABOUT)]:
         _write(pages, _address(page), page.read_text(encoding="utf-8"), page.parent)
+    shutil.copy(ROOT / ".ci" / "site" / "extra.css", pages)
     made = api()
     for name, text in made.items():
         (pages / "python" / f"{name}.md").write_text(text, encoding="utf-8")
@@ -109,6 +110,8 @@ def _write(pages: Path, address: Path, text: str, folder: Path) -> None:
 
     def beside(found: re.Match[str]) -> str:
         path, part = (folder / found[1]).resolve(), found[2] or ""
+        if path.parent == ROOT / "docs" and path.suffix in (".png", ".svg"):
+            return f"]({up}{path.name}{part})"
         if path.suffix == ".md" and (path.parent == ROOT or ROOT / "docs" in path.parents) and path.name != "README.md":
             return f"]({up}{_address(path)}{part})"
         if not path.is_file() or ROOT not in path.parents or (target.parent / found[1]).exists():
@@ -123,6 +126,8 @@ def _write(pages: Path, address: Path, text: str, folder: Path) -> None:
     for line in re.sub(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", beside, text).split("\n"):
         inside ^= line.startswith("```")
         item = r"(- |\d+\. )"
+        if not inside and re.match(rf" {{2,3}}{item}", line):
+            line = f"    {line.lstrip()}"
         begins = not inside and re.match(item, line) and lines and lines[-1].strip()
         if begins and not re.match(rf"{item}|  ", lines[-1]):
             lines.append("")

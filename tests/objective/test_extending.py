@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,26 @@ def test_an_objective_of_ones_own_is_named_on_a_command_line(page, tmp_path):
         presets.find(f"{tmp_path}/broken.py:SQUARED")
     with pytest.raises(ArgumentError, match=r"TG-OBJ-026.*absent\.py"):
         presets.find(f"{tmp_path}/absent.py:SQUARED")
+
+
+def test_own_rejections_drop_the_tokens_of_their_rule():
+    page = (ROOT / "docs" / "how-to" / "write-a-rejection.md").read_text()
+    scope = {"__name__": "rejection"}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1:3]:
+        exec(compile(block, "write-a-rejection.md", "exec"), scope)
+    # Probabilities of e^-12, below 1e-4, at the second and third token; only the second was likelier when recorded.
+    # The fourth has no recorded logprob, and the second trace a positive advantage.
+    logprobs = torch.tensor([[-0.5, -12.0, -12.0, -12.0], [-12.0, -12.0, -0.5, -0.5]], requires_grad=True)
+    rollout = torch.tensor([[-0.5, -3.0, -13.0, torch.nan], [-3.0, -3.0, -0.5, -0.5]])
+    arrays = {"old": logprobs.detach(), "rollout": rollout, "mask": torch.ones(2, 4, dtype=torch.bool)}
+    for name, dropped in {"DropUnlikely": [1], "DropTraceWithUnlikely": [0, 1, 2, 3]}.items():
+        objective = replace(scope["MINE"], rejections=(scope[name](),))
+        loss = tg.objective.padded_loss(
+            objective, logprobs, advantages=torch.tensor([-1.0, 1.0]), missing_logprobs="ratio_one", **arrays
+        ).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert gradient[0].eq(0).nonzero().flatten().tolist() == dropped
+        assert gradient[1].ne(0).all()
 
 
 @pytest.mark.parametrize("name", ["gate", "format"])

@@ -52,6 +52,8 @@ def folder(tmp_path_factory):
     (there / "resolved.yaml").write_text("actor_rollout_ref:\n  actor:\n    clip_ratio_high: 0.28\n")
     (there / "train.json").write_text('{"epsilon": 0.2}')
     (there / "run.toml").write_text("[train]\nepochs = 1\n")
+    [own] = [each for each in blocks("python") if "class DropUnlikely" in each.text]
+    (there / "rejection.py").write_text(own.text)
     return there
 
 

@@ -46,6 +46,10 @@ def test_pages_are_ours_with_what_they_link_to_beside_them(tmp_path):
     assert "docs/" not in "".join(part.split(")")[0] for part in start.split("](")[1:])
     assert "](../files/examples/extending/gate.patch.txt)" in (pages / "how-to/extend.md").read_text()
     assert (pages / "files/examples/extending/gate.patch.txt").is_file()
+    assert "](layout.svg)" in (pages / "DESIGN.md").read_text()
+    assert "](view.png)" in start
+    assert (pages / "layout.svg").is_file()
+    assert (pages / "extra.css").is_file()
     told = (tmp_path / "zensical.toml").read_text()
     assert all(f'= "{page}"' in told for page in docs)
     assert '= "python/tracegrad.advantage.md"' in told
@@ -53,8 +57,10 @@ def test_pages_are_ours_with_what_they_link_to_beside_them(tmp_path):
 
 def test_lists_and_bars_are_written_as_the_builder_wants_them(tmp_path):
     said = "A word:\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a \\| b` | c \\| d |\n"
+    said += "\n1. one\n   - nested\n"
     build._write(tmp_path, Path("page.md"), said, tmp_path)
     wanted = "A word:\n\n- one\n  goes on\n- two\n\n```text\na\n- b\n```\n\n| `a | b` | c \\| d |\n"
+    wanted += "\n1. one\n    - nested\n"
     assert (tmp_path / "page.md").read_text() == wanted
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from generate_docs import PEERS, coming_from_page
+from generate_docs import PEERS, coming_from_page, imported_configs_page
 from tracegrad import config, recipes
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
@@ -21,6 +21,8 @@ FROM = {"trl": recipes.from_trl, "verl": recipes.from_verl, "skyrl": recipes.fro
 def test_the_page_is_the_one_that_the_code_makes():
     page = Path(__file__).parents[2] / "docs" / "how-to" / "coming-from.md"
     assert page.read_text(encoding="utf-8") == coming_from_page()
+    reference = page.parents[1] / "reference" / "imported-configs.md"
+    assert reference.read_text(encoding="utf-8") == imported_configs_page()
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)

@@ -68,7 +68,7 @@ def _next_lines(diagnosis: Diagnosis) -> list[str]:
         return []
     out = ["", f"next     {printable(diagnosis.next_command, MOST_TYPED)}"]
     if diagnosis.next_command.startswith("tracegrad score"):
-        hint = "right(prompts, completions, **columns) in mine.py returns one number per text: docs/how-to/your-logs.md"
+        hint = "right(prompts, completions, **columns) in mine.py returns one number per text: docs/how-to/score.md"
         out.append(f"         {hint}")
     return out
 

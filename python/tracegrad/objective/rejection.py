@@ -43,7 +43,7 @@ _KL_EPSILON = 1e-8  # verl's value, for probabilities of 1
 class AnyRejection(Component):
     """Base class of components that drop tokens. For your own, write a frozen subclass with `keeps`.
 
-    Its ratio must contain the policy being trained. A detached one also needs `core()` and a form in the Rust core.
+    Its ratio must contain the policy being trained. A detached one also needs `to_core()` and a form in the Rust core.
 
     >>> import torch
     >>> from tracegrad.objective import Objective, PolicyGradient, padded_loss
@@ -62,7 +62,8 @@ class AnyRejection(Component):
     def keeps(self, view: LossInputs, keep: Any) -> Any:
         """Return `keep` without the tokens that this rejection drops. It is not called for detached rejections.
 
-        A token with a missing logprob must not be dropped: consider only tokens in `view.has(ratio) & view.present`.
+        A token with a missing logprob must not be dropped: consider only the tokens in `view.has_value(ratio) &
+        view.present`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no keeps(view, keep)")
 
