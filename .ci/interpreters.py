@@ -1,4 +1,4 @@
-"""Prints a Python 3 interpreter of a minor version, wherever this machine keeps it: `python .ci/interpreters.py 12`."""
+"""Print the path of a Python 3 interpreter of a minor version: `python .ci/interpreters.py 12`."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def interpreters() -> dict[int, str]:
-    """Minor version to an interpreter that runs: from PATH, and from pyenv where it is the one that holds them."""
+    """Return an interpreter for each minor version, from PATH and from pyenv."""
     found = {}
     for minor in range(10, 20):
         name = shutil.which(f"python3.{minor}")

@@ -1,8 +1,8 @@
-"""What a release is checked for and what is added to it, for `.github/workflows/release.yml`.
+"""Check a release, and add bills of materials to it, for `.github/workflows/release.yml`.
 
-`python .ci/release.py tag v0.1.0` ends with an error where the tag is not the version of Cargo.toml.
-`python .ci/release.py files dist notes` looks whether `dist` holds the source and a wheel of each platform, nothing
-else, and writes into `notes` the bill of materials out of each wheel and SHA256SUMS of all of them.
+`python .ci/release.py tag v0.1.0` fails if the tag is not the version of Cargo.toml.
+`python .ci/release.py files dist notes` checks that `dist` has only the source and one wheel of each platform. It
+writes the bill of materials of each wheel and SHA256SUMS of all files to `notes`.
 """
 
 import hashlib
@@ -18,32 +18,32 @@ def check_tag(tag: str) -> None:
     manifest = (Path(__file__).parent.parent / "Cargo.toml").read_text()
     version = re.search(r'^\[workspace\.package\]\nversion = "(.+)"$', manifest, re.MULTILINE)[1]
     if tag != f"v{version}":
-        sys.exit(f"the tag is {tag} and Cargo.toml says {version}: tag v{version}, or change the version first")
+        sys.exit(f"the tag is {tag} but Cargo.toml has {version}: tag v{version}, or change the version first")
 
 
 def of_one_version(dist: Path) -> list[Path]:
-    """The source and the wheels, after it is sure that none is missing and none too many."""
+    """Return the source and the wheels, after a check that none is missing and none is superfluous."""
     expected = ["tracegrad-*.tar.gz", *(f"tracegrad-*-cp310-abi3-{platform}.whl" for platform in PLATFORMS)]
     found = []
     for pattern in expected:
         files = list(dist.glob(pattern))
         if len(files) != 1:
-            sys.exit(f"{dist} holds {len(files)} files like {pattern}; a release has one")
+            sys.exit(f"{dist} has {len(files)} files like {pattern}; a release has one")
         found += files
     if others := {path.name for path in dist.iterdir()} - {path.name for path in found}:
-        sys.exit(f"{dist} holds {sorted(others)}, which no release has")
+        sys.exit(f"{dist} has {sorted(others)}, which no release has")
     versions = {path.name.removesuffix(".tar.gz").split("-")[1] for path in found}
     if len(versions) != 1:
-        sys.exit(f"{dist} holds files of {len(versions)} versions: {sorted(versions)}")
+        sys.exit(f"{dist} has files of {len(versions)} versions: {sorted(versions)}")
     return found
 
 
 def bill_of(wheel: Path, notes: Path) -> Path:
-    """The CycloneDX bill of materials that maturin has put into the wheel, beside it under the wheel's name."""
+    """Copy the CycloneDX bill of materials, which maturin wrote into the wheel, next to it under its name."""
     with zipfile.ZipFile(wheel) as archive:
         bills = [name for name in archive.namelist() if re.search(r"\.dist-info/sboms/.*cyclonedx\.json$", name)]
         if len(bills) != 1:
-            sys.exit(f"{wheel.name} holds {len(bills)} bills of materials of its Rust crates; it must hold one")
+            sys.exit(f"{wheel.name} has {len(bills)} bills of materials of its Rust crates; it must have one")
         path = notes / f"{wheel.stem}.cdx.json"
         path.write_bytes(archive.read(bills[0]))
     return path

@@ -1,7 +1,6 @@
-"""Installs the built wheel where there is no Rust, on Python 3.10 and the newest here, and runs `prepare` with it.
+"""Install the built wheel without Rust, on Python 3.10 and the newest one here, and run `prepare` with it.
 
-Called by `make test-wheel` with the folder of the wheel. The environment holds the wheel and numpy, nothing else; torch
-is not there.
+Called by `make test-wheel` with the folder of the wheel. The environment has only the wheel and numpy, without torch.
 """
 
 import json
@@ -37,7 +36,7 @@ def try_wheel(python: str, wheel: Path) -> None:
         packages = json.loads(run([str(bin_ / "python"), "-m", "pip", "list", "--format=json"], env=installer))
         names = {package["name"].lower() for package in packages} - {"pip", "setuptools", "wheel"}
         if names != {"numpy", "tracegrad"}:
-            sys.exit(f"the base install holds {sorted(names)}; it must be numpy alone")
+            sys.exit(f"the base install has {sorted(names)}; it must be only numpy")
         out = Path(folder, "prepared")
         traces, model = EXAMPLE / "traces.jsonl.zst", EXAMPLE / "model"
         command = [str(bin_ / "tracegrad"), "prepare", str(traces), "--model", str(model), "--out", str(out)]

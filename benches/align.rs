@@ -1,5 +1,5 @@
 //! Throughput of `tracegrad_core::align` in tokens/s. *whole, ...*: the bundled example's recorded traces, by what their
-//! records hold: ids (T0, T1), bytes of tokens (T2, T3), and all of them, with all that a turn costs (template, cache of
+//! records contain: ids (T0, T1), bytes of tokens (T2, T3), and all of them, with all that a turn costs (template, cache of
 //! renders, findings). *byte remap* and *ids recorded*: one turn of a megabyte.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
@@ -42,7 +42,7 @@ fn bench(c: &mut Criterion) {
     group.finish();
 }
 
-/// One turn of a megabyte, its tokens told by bytes of their own or by ids: the remap itself, hardly a template.
+/// One turn of a megabyte, its tokens recorded as bytes or as ids: the remap itself, hardly a template.
 ///
 /// Included: each token's bytes to its id, the columns of its branch and of the flat result. Nothing may be quadratic.
 fn one_turn(c: &mut Criterion) {

@@ -1,13 +1,15 @@
-"""Instructions, allocations and peak memory of each stage of the data road, on a fixed workload: `make bench-counts`.
+"""Count instructions, allocations and peak memory of each stage of the data pipeline, on a fixed workload.
 
-    python benches/counts.py                   # beside benches/results/counts.json; fails where a stage has grown
+`make bench-counts` runs it.
+
+    python benches/counts.py                   # compared with benches/results/counts.json; fails if a stage has grown
     python benches/counts.py --write           # renews the file
-    python benches/counts.py --only align      # stages whose name holds this
+    python benches/counts.py --only align      # stages whose name contains this
 
 Counts do not depend on what else a machine does. Instructions are valgrind's (callgrind, on x86-64), which the bench
-switches on for the stage alone; allocations and peak bytes are counted by the bench's own allocator. A stage has one
+switches on only for the stage; allocations and peak bytes are counted by the bench's own allocator. A stage has one
 thread, and as many stages run at once as there are processors. Which instructions a library chooses depends on the
-processor, so the file says where it was written, and on another kind of machine growth is printed and fails nothing.
+processor, so the file names its machine, and on another kind of machine growth is printed and fails nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = ROOT / "benches" / "results" / "counts.json"
 GROWN = 0.05
-"""By so much a stage may grow beside the file; a change that costs more renews it in the same commit."""
+"""Allowed growth of a stage compared with the file; a change that costs more renews it in the same commit."""
 SMALL = {"instructions": 500_000, "allocations": 64, "peak": 65_536}
-"""Differences below these are none, whatever their share: loading a tokenizer takes up to 250,000 more or less."""
+"""Smaller differences are ignored, whatever their share: loading a tokenizer needs up to 250,000 more or less."""
 
 Row = dict[str, Any]
 
 
 def built() -> str:
     """The bench's binary."""
-    # With both crates, features are those of the release build, so its dependencies are not built again.
+    # With both crates, features equal the release build, so its dependencies are not built again.
     crates = ["-p", "tracegrad-core", "-p", "tracegrad-py"]
     command = ["cargo", "bench", "--quiet", *crates, "--bench", "counts", "--no-run"]
     told = subprocess.run([*command, "--message-format", "json"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
@@ -46,7 +48,7 @@ def built() -> str:
 
 
 def row_of(command: list[str]) -> Row:
-    """Run one stage under valgrind; what the bench printed, and the instructions of all its threads."""
+    """Run one stage under valgrind; return the output of the bench, and the instructions of all its threads."""
     valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--callgrind-out-file=/dev/null", *command]
     done = subprocess.run(valgrind, env=alone(), capture_output=True, text=True, check=False)
     collected = re.search(r"Collected : (\d+)", done.stderr)
@@ -61,7 +63,7 @@ def alone() -> dict[str, str]:
 
 
 def machine() -> str:
-    """What counts depend on beside the code: the processor, valgrind and the compiler."""
+    """Properties that affect counts in addition to the code: the processor, valgrind and the compiler."""
     about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     kind = [re.search(rf"^{key}\s*: (.*)$", about, re.M) for key in ("vendor_id", "cpu family", "model", "stepping")]
     versions = [
@@ -100,7 +102,7 @@ def line(name: str, row: Row) -> str:
 
 
 def grown(before: Row, now: Row) -> list[str]:
-    """What has grown, in words.
+    """Describe what has grown.
 
     >>> row = {"instructions": 20_000_000, "allocations": 100, "peak": 1_000_000}
     >>> grown(row, {"instructions": 21_020_000, "allocations": 160, "peak": 1_040_000})
@@ -116,7 +118,7 @@ def grown(before: Row, now: Row) -> list[str]:
 
 
 def main() -> int:
-    """The exit code: 1 where a stage has grown."""
+    """Return the exit code, 1 if a stage has grown."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="stages whose name holds this")
     parser.add_argument("--write", action="store_true", help="renew benches/results/counts.json")

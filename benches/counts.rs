@@ -54,7 +54,7 @@ unsafe impl GlobalAlloc for Counted {
     }
 }
 
-/// What is measured; gives the units of work that were done.
+/// Run the measured code and return its units of work.
 type Stage = Box<dyn FnOnce() -> usize>;
 /// A stage's name, what its units are, and how it is prepared.
 type Named = (String, &'static str, Box<dyn FnOnce() -> Stage>);
@@ -78,7 +78,7 @@ fn aligning(file: &Path) -> Stage {
 }
 
 /// Conversations of six turns, each rendered for its last prompt: the first time, or after the prompts of all turns
-/// before. Many, as loading a tokenizer takes some 200,000 instructions more or less from run to run.
+/// before. Many, as loading a tokenizer needs some 200,000 instructions more or less from run to run.
 fn rendering(again: bool) -> Stage {
     const MANY: usize = 64;
     let tokenizer = workload::tokenizer();
@@ -86,7 +86,7 @@ fn rendering(again: bool) -> Stage {
     let roles = ["user", "assistant"];
     let message = |number: usize, turn: usize| json!({"role": roles[turn % 2], "content": format!("{number} {turn} {}", text.repeat(16))});
     let all: Vec<Vec<Value>> = (0..MANY).map(|number| (0..13).map(|turn| message(number, turn)).collect()).collect();
-    // They live as long as the process, as the sessions that hold them do.
+    // They live as long as the process, as their sessions do.
     let all: &'static [Vec<Value>] = Box::leak(all.into_boxed_slice());
     let prompt = move |session: &mut Session<'static>, messages: &'static [Value]| {
         let template = tokenizer.template().expect("it has one");
@@ -205,7 +205,7 @@ fn stages(folder: &Path) -> Vec<Named> {
 /// Switches callgrind's counting on or off, for all threads; does nothing outside valgrind.
 #[cfg(target_arch = "x86_64")]
 fn count_instructions(on: bool) {
-    // valgrind.h: rax points to the request and its arguments; the rotations, which add up to two whole turns, are what
+    // valgrind.h: rax points to the request and its arguments; the rotations, which add up to two full turns, are what
     // valgrind looks for.
     let request: [u64; 6] = [0x4354_0000 + if on { 4 } else { 5 }, 0, 0, 0, 0, 0];
     // SAFETY: outside valgrind the five instructions change nothing; in it `request` is read and rdx is written.

@@ -1,9 +1,9 @@
-"""What `tracegrad train --dry-run` predicts beside a real run, on CPU: steps, tokens, peak memory, time of a step.
+"""Compare `tracegrad train --dry-run` with a real run on CPU: steps, tokens, peak memory, time of a step.
 
-    python benches/forecast.py     # --tiny sees that it runs
+    python benches/forecast.py     # --tiny checks that it runs
 
 A Qwen3 with random weights and 24 traces of random tokens in four groups over one prompt each, under each setting of
-`train.memory_mode`. The peak is counted: what torch allocates while the run goes on, over the parameters. The time is
+`train.memory_mode`. The peak is counted: what torch allocates during the run, over the parameters. The time is
 the median step after the first.
 """
 
@@ -60,7 +60,7 @@ def traces_of(vocabulary: int, unit: int) -> Sequences:
 
 
 def compared(setting: str, tiny: bool, dtype: str = "fp32") -> dict[str, Any]:
-    """One run, predicted and taken."""
+    """One run, predicted and measured."""
     unit = 16 if tiny else 96
     changes = {
         "train.memory_mode": setting,

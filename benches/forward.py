@@ -20,7 +20,7 @@ from tracegrad.packing import Batch, pack
 
 
 def sequences(shared: int) -> Sequences:
-    """128 branches that begin with the same `shared` tokens."""
+    """128 branches that start with the same `shared` tokens."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(150, 251, 128)
     cu = np.r_[0, lengths.cumsum()]

@@ -3,7 +3,7 @@
     python benches/large_file.py --gigabytes 10
     python benches/large_file.py --gigabytes 1 --align
 
-The bundled example, again and again, through a pipe into a process of its own, whose resident memory is the peak.
+The bundled example, again and again, through a pipe into a separate process, whose resident memory is the peak.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 The bundled model at temperature 1 is the policy that is recorded. The policies that are estimated are the same model at
 lower temperatures, which are ever surer of the same answers, as a policy is that trains on its own successes.
 
-- For each seed the recorded policy plays `--groups` fresh prompts eight times: 16 are what a run of the bundled example
-  holds out. `trainer.estimate` says from the logprobs what the success of each policy is, and whether that is known.
+- For each seed the recorded policy answers `--groups` fresh prompts eight times: a run of the bundled example
+  holds out 16. `trainer.estimate` estimates the success of each policy, and whether the estimate is reliable.
 - The truth is the success of `--episodes` episodes that the policy plays itself.
 
-It prints how many estimates are known and how many of these have the truth in their interval, by policy and over all.
+It prints how many estimates are reliable and how many of them have the truth in their interval, by policy and over all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import task  # noqa: E402
 
 GROUP_SIZE = 8
 TEMPERATURES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
-"""Of the recorded policy, then of those that are estimated."""
+"""Of the recorded policy, then of the estimated policies."""
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """Return how often the interval covers the truth, by policy and over all: of the known estimates, of the others."""
+    """Return how often the interval covers the truth, by policy and in total: of reliable and the other estimates."""
     lines = ["| temperature | truth | effective share | known | of these cover | the others | of these cover |"]
     lines.append("|---|---|---|---|---|---|---|")
     for name in [*dict.fromkeys(row["temperature"] for row in rows), "all"]:

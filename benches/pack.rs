@@ -1,4 +1,4 @@
-//! Throughput of `tracegrad_core::pack`: placement in branches a second, the whole of it in tokens a second, without and
+//! Throughput of `tracegrad_core::pack`: placement in branches a second, all of it in tokens a second, without and
 //! with shared prefixes.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
@@ -64,7 +64,7 @@ impl Given {
         Self { ids, cu, trace, step, trainable, inv_temperature }
     }
 
-    /// The first two steps: how much of each branch, and where it goes.
+    /// The first two steps: how much of each branch, and its place.
     fn place(&self, tokens_per_row: usize, least_gain: Option<f64>) -> Spots {
         let (ids, cu_seqlens, trace, trainable) = (&self.ids, &self.cu, &self.trace, &self.trainable);
         let branches = Branches { cu_seqlens, trace, ids, trainable, names: &[] };
@@ -83,7 +83,7 @@ impl Given {
             min_sharing_gain: least_gain,
         };
         let placed = place(request).expect("they are consistent");
-        // A branch without a term lies nowhere.
+        // A branch without a trained token is not placed.
         let step = self.step.iter().zip(&placed.row).map(|(&step, &row)| if row < 0 { -1 } else { step }).collect();
         let shared = placed.gain.iter().map(|gain| gain.shared).collect();
         Spots { measured, placed, step, shared }
@@ -132,7 +132,7 @@ fn whole(criterion: &mut Criterion) {
     rows(criterion, &given);
 }
 
-/// Writing rows alone, into fresh memory and into memory used before, beside a plain copy of as many bytes.
+/// Only writing rows, into fresh memory and into memory used before, compared with a plain copy of as many bytes.
 fn rows(criterion: &mut Criterion, given: &Given) {
     let spots = given.place(8192, None);
     let (tokens, plan) = (given.tokens(), spots.plan());

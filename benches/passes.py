@@ -6,10 +6,10 @@ Every arm trains on the bundled traces (320 groups of 8) with the options of exa
 after each pass, one sample of 512 fresh prompts at temperature 1. Arms differ in one thing:
 
 - DAPO with `old` measured before each update, or once for an epoch;
-- TOPR, which takes theta/rollout and no `old`;
-- no clip, two passes: the ratio theta/rollout times A, by the recorded logprobs; or A alone, as if theta had sampled.
+- TOPR, which uses theta/rollout and no `old`;
+- no clip, two passes: the ratio theta/rollout times A, by the recorded logprobs; or only A, as if theta had sampled.
 
-What is in the file already is not run again. docs/explanation/benchmarks.md shows the figures.
+Rows in the file are not run again. docs/explanation/benchmarks.md shows the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import rollout  # noqa: E402
 
 @dataclass(frozen=True)
 class Arm:
-    """What is trained, for how many passes, and how many updates an `old` stays: 1, or 0 for an epoch."""
+    """The trained objective, the number of passes, and how many updates an `old` stays: 1, or 0 for an epoch."""
 
     objective: Objective
     passes: int = 4
@@ -71,7 +71,7 @@ def run(name: str, seed: int, sequences: tg.Sequences, prompts: int) -> dict:
 
 
 def main() -> None:
-    """Runs what is not in the file, writes each row as it is known, and prints the table."""
+    """Run the rows that are not in the file, write each when it is done, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""The ratio beside its peers: weights of old/rollout truncated at 2 and a geometric gate on each trace, on one core.
+"""The ratio compared with peers: weights of old/rollout truncated at 2 and a geometric rejection, on one core.
 
     python benches/peers_ratio.py --out benches/results/ratio.json
 

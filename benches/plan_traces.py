@@ -1,9 +1,9 @@
-"""What it takes to plan an epoch of millions of traces from their columns alone: seconds, memory, and the plan's hash.
+"""The cost to plan an epoch of millions of traces from their columns only: seconds, memory, and the plan's hash.
 
     python benches/plan_traces.py [--traces 10000000] [--ranks 2]
 
-Shards of 4,096 traces are made up with their columns and without tokens. Each rank is a process of its own, which opens
-them, compares rewards, cuts the steps of an epoch, and says what that took.
+Shards of 4,096 traces are made up with their columns and without tokens. Each rank is a separate process, which opens
+them, compares rewards, cuts the steps of an epoch, and prints the cost.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python benches/prepare_workers.py --gigabytes 1 --workers 1 2
 
 Input: one file of lines, the bundled example again and again under ids and groups of its own, until it has the size.
-Each arm is a process of its own, which reads, aligns and writes shards beside the input. Beside it the least that any
-road needs in Python: orjson parses the records and transformers renders and tokenizes each conversation, over
-`--least-megabytes` of the same file; it keeps no logprob, checks nothing and writes nothing. What is said of 100 GB is
-computed from the rates, not measured. Memory is the peak of resident bytes, mapped pages of files among them.
+Each arm is a separate process, which reads, aligns and writes shards next to the input. It is compared with the least
+work that any path needs in Python: orjson parses the records and transformers renders and tokenizes each conversation,
+over `--least-megabytes` of the same file; it keeps no logprob, checks nothing and writes nothing. Figures for 100 GB
+are computed from the rates, not measured. Memory is the peak of resident bytes, mapped pages of files among them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODEL = EXAMPLE / "model"
 
 
 def write(path: Path, size: int) -> int:
-    """A file of about so many bytes; how many records it has."""
+    """A file of about this many bytes; returns its number of records."""
     records = [json.loads(trace.record) for trace in tg.read(EXAMPLE / "traces.jsonl.zst")]
     named = [{**each, "id": f"@round-{each['id']}", "group": f"@round-{each['group']}"} for each in records]
     lines = [json.dumps(each, ensure_ascii=False, separators=(",", ":")).encode() + b"\n" for each in named]
@@ -103,7 +103,7 @@ def _used() -> dict[str, Any]:
 
 
 def apart(*told: object) -> dict[str, Any]:
-    """What an arm says, run as a process of its own."""
+    """Output of an arm, run as a separate process."""
     command = [sys.executable, __file__, "--arm", *map(str, told)]
     own = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=own)

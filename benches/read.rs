@@ -1,7 +1,7 @@
 //! Throughput of `tracegrad_core::read` in GB/s of records (after decompression) to the traces that a user gets: one file
-//! of long texts, one of token lists in three layouts. *kept* holds all traces until the end of the file and drops them
-//! outside the time; the others drop each as the next comes. Making the records takes longer than reading them: give
-//! `--profile-time` some ten seconds, and leave out what is not under `read`.
+//! of long texts, one of token lists in three layouts. *kept* keeps all traces until the end of the file and drops them
+//! outside the time; the others drop each when the next arrives. Making the records takes longer than reading them: allow
+//! `--profile-time` some ten seconds, and leave out paths outside of `read`.
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ fn text_record(dice: &mut Dice, index: usize) -> Value {
     json!({"id": format!("t{index}"), "group": index / 8, "reward": 1.0, "messages": messages})
 }
 
-/// A call with 400 sampled tokens as vLLM lists them: text, logprob, bytes, and the ids beside.
+/// A call with 400 sampled tokens as vLLM lists them: text, logprob, bytes, and the ids next to them.
 fn token_record(dice: &mut Dice, index: usize) -> Value {
     let entries: Vec<_> = (0..400)
         .map(|_| {

@@ -1,9 +1,9 @@
-"""Count what is recovered of records: tokens and traces per format and alignment level, and the table of a page.
+"""Count the recovered parts of records: tokens and traces per format and alignment level, and the table of a page.
 
     python benches/recovery.py --out benches/results/recovery.json --page docs/explanation/benchmarks.md
 
-Recordings of real servers and what producers' own code wrote (tests/golden), each also with its ids withheld where it
-has some. *Recovered*: held with an exact id. *Masked*: listed by the record, which does not determine the id.
+Recordings of real servers and what producers' own code wrote (tests/golden), each also with its ids withheld if it
+has some. *Recovered*: stored with an exact id. *Masked*: listed by the record, which does not determine the id.
 *Refused*: traces none of whose tokens can be used, and records that cannot be read.
 """
 
@@ -38,7 +38,7 @@ IDS = ("token_ids", "prompt_token_ids")
 
 @dataclass
 class Row:
-    """One format and tier. Tokens: recorded, recovered, masked. Traces: all, recovered whole, in part, refused."""
+    """One format and tier. Tokens: recorded, recovered, masked. Traces: all, recovered completely, in part, refused."""
 
     source: str
     format: str
@@ -60,7 +60,7 @@ def rows_of(source: str, name: str, traces: Traces, tokenizer: Tokenizer, bad: i
     tier = np.full(len(traces), 255)
     np.minimum.at(tier, owner, 254)
     for code in range(len(TIERS)):
-        # A trace stands under the least exact tier of its tokens.
+        # A trace is listed under the least exact tier of its tokens.
         tier[np.unique(owner[found.tier == code])] = code
     known = np.bincount(owner[found.is_known], minlength=len(traces))
     listed = np.bincount(owner, minlength=len(traces))
@@ -115,14 +115,14 @@ def example(tokenizer: Tokenizer) -> Iterator[Row]:
 
 
 def random_model(tokenizer: Tokenizer) -> Iterator[Row]:
-    """A model with random weights: its tokens cut characters apart and are not canonical."""
+    """A model with random weights: its tokens split characters and are not canonical."""
     traces = read(ROOT / "tests" / "data" / "random_model.jsonl.gz")
     yield from rows_of("random weights, vLLM", "chat", traces, tokenizer)
     yield from rows_of("random weights, vLLM", "chat, ids withheld", without_ids(traces), tokenizer)
 
 
 def golden(tokenizers: list[Tokenizer]) -> Iterator[Row]:
-    """What producers' own code wrote, each file with the tokenizer it was made with: that which knows most of it."""
+    """Files of producers' own code, each with its tokenizer: the one that has most of its tokens."""
     for path in sorted((ROOT / "tests" / "golden").glob("*/*.jsonl")):
         traces = read(path, on_error="skip")
         bad = traces.read_report.bad if traces.read_report else 0
@@ -151,7 +151,7 @@ def installed() -> Iterator[Tokenizer]:
 
 
 def folder(package: str) -> Path:
-    """Where a package is installed, without importing it."""
+    """Folder of an installed package, without importing it."""
     found = importlib.util.find_spec(package)
     return Path(found.origin).parent if found and found.origin else Path("absent")
 
@@ -167,7 +167,7 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Counts, prints, and writes what is asked for."""
+    """Count, print, and write the selected outputs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON with the rows")
     parser.add_argument("--page", type=Path, help="page whose table is replaced")

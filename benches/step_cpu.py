@@ -1,9 +1,9 @@
-"""Forward and backward of a GRPO step on CPU beside the peers: TRL's loss path, Liger's fused loss, full logits.
+"""Forward and backward of a GRPO step on CPU compared with the peers: TRL's loss path, Liger's fused loss, full logits.
 
-    python benches/step_cpu.py --out benches/results/step_cpu.json  # `make bench-step`; --smoke sees that it runs
+    python benches/step_cpu.py --out benches/results/step_cpu.json  # `make bench-step`; --smoke checks that it runs
 
 A Qwen3 with random weights in float32, prompts of P tokens in groups of G, completions of lognormal length; one group
-is one forward and backward for everybody. Each arm runs in a process of its own: its peak is the growth of the resident
+is one forward and backward for everybody. Each arm runs in a separate process: its peak is the growth of the resident
 set during the first pass, its rate the tokens of all traces (prompts counted for each) over the median pass after it.
 The arms must agree on the gradient. The limit is the products of the shared layout at this machine's own rate.
 """
@@ -70,7 +70,7 @@ class Data:
 
     @classmethod
     def of(cls, shape: Shape) -> Data:
-        """Random ids; old logprobs near those of random weights, so that a part of the ratios is clipped."""
+        """Random ids; old logprobs close to logprobs of random weights, so that a part of the ratios is clipped."""
         random = np.random.default_rng(1)
         draw = lambda n: random.integers(0, shape.vocabulary, n)  # noqa: E731
         lengths = shape.lengths()
@@ -138,7 +138,7 @@ def ours(model: Any, data: Data, share: bool, tree: bool) -> Callable[[int], Non
 
 
 def padded(data: Data, number: int) -> dict[str, torch.Tensor]:
-    """A group as TRL holds it."""
+    """A group in TRL's form."""
     completions = data.completions[number]
     width = max(map(len, completions))
     ids, mask = torch.zeros(2, len(completions), width, dtype=torch.long)
@@ -276,7 +276,7 @@ def limit(shape: Shape, threads: int) -> float:
 
 
 def run_arms(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    """Each arm in a process; one that cannot run here is told with its last line."""
+    """Each arm in a process; one that cannot run here is reported with its last line."""
     found = {}
     for arm in ARMS:
         out = folder / "arm.json"
@@ -299,7 +299,7 @@ def check_gradients(found: dict[str, Any], folder: Path) -> None:
     for arm in found:
         gap = float((read(arm) - theirs).norm() / theirs.norm())
         print(f"{arm}: gradient {gap:.1e} from that of full logits")
-        if gap > 1e-4 and arm != "tracegrad, no sharing":  # there another first token stands, on purpose
+        if gap > 1e-4 and arm != "tracegrad, no sharing":  # there the first token differs on purpose
             sys.exit(f"{arm} does not compute the same gradient")
 
 

@@ -1,4 +1,4 @@
-//! Throughput of `tracegrad_core::tokenizer` in tokens, beside the `tokenizers` crate.
+//! Throughput of `tracegrad_core::tokenizer` in tokens, compared with the `tokenizers` crate.
 //!
 //! Reads DeepSeek's and Qwen's tokenizers and the trajectories of a `shared/data` folder above this one where there is
 //! one, else the example's; the text is this repository's own code and pages besides. On one core:
@@ -16,7 +16,7 @@ use tracegrad_core::tokenizer::Tokenizer;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// Longer than what is remembered, so that warm is not a memo hit.
+/// Longer than cached texts, so that warm is not a cache hit.
 const PIECE: usize = 96 << 10;
 /// Bytes of text.
 const CORPUS: usize = 12 << 20;
@@ -79,7 +79,7 @@ fn count(tokenizer: &Tokenizer, texts: &[String]) -> usize {
     texts.iter().map(|text| black_box(tokenizer.encode(text).expect("the text is encoded")).len()).sum()
 }
 
-/// One pass over texts that this thread's caches have not seen.
+/// One pass over texts that this thread's caches do not have.
 fn cold(tokenizer: &Tokenizer, texts: &[String]) -> Duration {
     let pass = || {
         let _ = tokenizer.encode("initialised");

@@ -3,7 +3,7 @@
     python benches/view.py --folder DIR --out benches/results/view.json
 
 Makes DIR/traces-100000.jsonl (1.1 GB, kept, and used again), serves it by `tracegrad view` with an index of its own,
-and drives Chromium by playwright. `--traces 2000` is a small run. Exits with 1 where a must is missed.
+and drives Chromium by playwright. `--traces 2000` is a small run. Exits with 1 if a must is missed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _tokens(rng: random.Random) -> str:
 
 
 class Served:
-    """`tracegrad view` as a process of its own."""
+    """`tracegrad view` as a separate process."""
 
     def __init__(self, path: Path, index: Path) -> None:
         command = [sys.executable, "-m", "tracegrad.cli", "view", str(path), "--index", str(index)]
@@ -84,7 +84,7 @@ class Served:
         self.url = self.process.stdout.readline().split()[-1]
 
     def peak_bytes(self) -> int:
-        """The most memory that it and its children have held, added up."""
+        """Peak memory of it and its children together."""
         return sum(_peak(pid) for pid in (self.process.pid, *_children(self.process.pid)))
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def _children(pid: int) -> Iterator[int]:
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = entry.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended already
             continue
         if int(fields[1]) == pid:
             yield int(entry.parent.name)
@@ -130,7 +130,7 @@ def done(page: Page, seconds: float) -> None:
 
 
 def spent(page: Page, act: str, ready: str) -> float:
-    """Milliseconds in the page from an act until something holds."""
+    """Milliseconds in the page from an action until a condition is true."""
     return page.evaluate(f"() => {{ {act}; return ({UNTIL})(() => {ready}); }}")
 
 
@@ -198,7 +198,7 @@ def measured(browser: Browser, path: Path, index: Path, most_s: float) -> dict[s
 
 
 def main() -> int:
-    """Makes the file, measures, prints the table and keeps it; 1 where a must is missed."""
+    """Make the file, measure, print the table and store it; 1 if a must is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, help="where the file and its index stand: 3 GB")
     parser.add_argument("--traces", type=int, default=100_000)

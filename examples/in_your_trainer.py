@@ -1,4 +1,4 @@
-"""A plain torch loop that takes tokens, weights and loss from tracegrad, and nothing else.
+"""A plain torch loop that uses only tokens, weights and loss of tracegrad.
 
     python examples/in_your_trainer.py traces.jsonl model --steps 4
 Padded [B, S] tensors, as any trainer has them; loop, optimizer and forward pass are your own.

@@ -1,4 +1,4 @@
-"""Small tokenizer.json of every kind, for a fuzzer to change: models, and what stands before and behind them."""
+"""Small tokenizer.json files of every kind, for a fuzzer to change: models with all parts before and after them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def added(at: int, content: str, special: bool) -> dict[str, Any]:
 
 
 def small() -> list[bytes]:
-    """Every model with every part at least once."""
+    """Yield every model, and every part at least once."""
     made = []
     for number in range(len(MODELS) * len(SPLITTERS)):
         model = MODELS[number % len(MODELS)]

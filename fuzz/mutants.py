@@ -1,10 +1,11 @@
-"""Changes the code of a room in one place at a time and counts the changes that its tests find.
+"""Change the code of a module in one place at a time, and count the changes that its tests find.
 
-`python fuzz/mutants.py correction --sample 20 --seed 0`; `make mutants ROOM= SAMPLE= SEED=` calls it. Rooms of Python
-are changed by cosmic-ray in a copy of the tree, and judged by the examples in its docstrings and the test files named
-below; rooms of Rust by cargo-mutants, and judged by the room's own tests in Rust, and what these do not find by tests
-in Python. The sample is drawn evenly over the kinds of change; annotations and docstrings are left alone. What was
-judged is kept in out/mutants: the same command goes on from there.
+`python fuzz/mutants.py correction --sample 20 --seed 0`; `make mutants ROOM= SAMPLE= SEED=` calls it.
+
+cosmic-ray changes Python modules in a copy of the tree. The doctests of the module and the test files listed below
+judge them. cargo-mutants changes Rust modules. Their own Rust tests judge them, and Python tests judge the changes that
+those do not find. The sample is drawn evenly over the kinds of change. Annotations and docstrings are not changed.
+Results are stored in out/mutants, and the same command resumes there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# Test files without test_ and .py, by the room of Python that they are for.
+# Test files without test_ and .py, by the Python package that they test.
 PYTHON = {
     "advantage": ["advantage", "advantage_terms", "ragged"],
     "packing": ["batch", "cost", "moving", "sharing", "ragged"],
@@ -59,20 +60,20 @@ RUST = {
 }
 KEPT = ("docs", "examples", "fuzz", "tests", "python", "pyproject.toml", "README.md", "PARITY.md")
 SECONDS = 600.0
-"""After so many a mutant's tests are stopped, and it counts as found."""
+"""Time limit of the tests of a mutant in seconds; a mutant that reaches it counts as found."""
 
 Place = tuple[int, int]
 Row = tuple[str, str, str, int, int]  # job, file, kind of change, row, column
 
 
 def test_file(name: str) -> str:
-    """The path of a file of tests below the root, of which `name` is without test_ and .py."""
+    """Return the path of a test file below the root; `name` is without test_ and .py."""
     (found,) = (ROOT / "tests").glob(f"*/test_{name}.py")
     return found.relative_to(ROOT).as_posix()
 
 
 def spread(rows: Iterable[Any], kind: Any, sample: int, seed: int) -> list[Any]:
-    """So many rows, drawn by turns from each kind.
+    """Return a sample of rows, drawn in turn from each kind.
 
     >>> spread(["a1", "a2", "a3", "b1"], lambda row: row[0], 2, seed=0)
     ['b1', 'a1']
@@ -90,7 +91,7 @@ def spread(rows: Iterable[Any], kind: Any, sample: int, seed: int) -> list[Any]:
 
 
 def unread(source: str) -> Iterator[tuple[Place, Place]]:
-    """Where annotations and docstrings begin and end, as (row, column): a change there changes nothing that runs.
+    """Return the start and end of annotations and docstrings as (row, column): no change there affects the code.
 
     >>> list(unread("low: int = 1"))
     [((1, 5), (1, 8))]
@@ -105,7 +106,7 @@ def unread(source: str) -> Iterator[tuple[Place, Place]]:
 
 
 def copied(into: Path) -> Path:
-    """A copy of the tree that may be changed, with the extension of the package that is imported here."""
+    """Return a copy of the tree that may be changed, with the compiled extension of the imported package."""
     from tracegrad import _core
 
     tree = into / "tree"
@@ -121,7 +122,7 @@ def copied(into: Path) -> Path:
 
 
 def python(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
-    """How many mutants of a room of Python were judged, and what was changed in those that no test found."""
+    """Return the number of judged mutants of a Python package, and the changes that no test found."""
     ray = str(Path(sys.executable).with_name("cosmic-ray"))
     config, session = out / "cosmic-ray.toml", out / "session.sqlite"
     if not session.exists():
@@ -146,7 +147,7 @@ def python(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]
 
 
 def _keep_sample(session: Path, tree: Path, sample: int, seed: int) -> None:
-    """Leaves the mutants of the sample in a session, and no others."""
+    """Keep only the mutants of the sample in a session."""
     columns = "job_id, module_path, operator_name, start_pos_row, start_pos_col"
     with sqlite3.connect(session) as store:
         rows: list[Row] = store.execute(f"select {columns} from mutation_specs").fetchall()
@@ -160,9 +161,9 @@ def _keep_sample(session: Path, tree: Path, sample: int, seed: int) -> None:
 
 
 def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
-    """How many mutants of a room of Rust were judged, and which no test found, in Rust or in Python."""
+    """Return the number of judged mutants of a Rust module, and those that no test in Rust or Python found."""
     if subprocess.run(["cargo", "mutants", "--version"], capture_output=True, check=False).returncode:
-        raise SystemExit("cargo has no command named mutants. Rooms of Rust need it: cargo install cargo-mutants")
+        raise SystemExit("cargo-mutants is not installed. Rust modules need it: cargo install cargo-mutants")
     which = ["--package", "tracegrad-core", "--file", f"rust/core/src/{room}/**"]
     listed = subprocess.run(
         ["cargo", "mutants", "--list", "--json", *which], cwd=ROOT, check=True, capture_output=True, text=True
@@ -171,7 +172,7 @@ def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
     chosen = spread(found, lambda each: each["genre"], sample, seed)
     wanted = [part for each in chosen for part in ("--re", f"^{re.escape(each['name'])}$")]
     told = ["--iterate", "--output", str(out), "--timeout", str(SECONDS), *which, *wanted, "--", "--lib", room]
-    subprocess.run(["cargo", "mutants", *told], cwd=ROOT, check=False)  # it ends with 2 where mutants are missed
+    subprocess.run(["cargo", "mutants", *told], cwd=ROOT, check=False)  # its exit status is 2 if mutants are missed
     outcomes = json.loads((out / "mutants.out" / "outcomes.json").read_text())["outcomes"]
     judged = [each for each in outcomes if each["summary"] in ("CaughtMutant", "MissedMutant", "Timeout")]
     missed = [out / "mutants.out" / each["diff_path"] for each in judged if each["summary"] == "MissedMutant"]
@@ -179,7 +180,7 @@ def rust(room: str, sample: int, seed: int, out: Path) -> tuple[int, list[str]]:
 
 
 def found_in_python(room: str, diff: Path, out: Path) -> bool:
-    """Whether the tests in Python find a change of Rust; kept beside the diff."""
+    """Return whether the Python tests find a change of Rust. The result is stored next to the diff."""
     verdict = diff.with_suffix(".python")
     if not verdict.exists():
         tree = out / "tree" if (out / "tree").exists() else copied(out)
@@ -202,7 +203,7 @@ def found_in_python(room: str, diff: Path, out: Path) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Judges a sample, prints what no test found, and returns 1 where that is more than one in twenty."""
+    """Judge a sample and print the changes that no test found. Return 1 if they are more than one in twenty."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("room", choices=[*PYTHON, *RUST])
     parser.add_argument("--sample", type=int, default=20, help="mutants to judge")

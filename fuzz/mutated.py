@@ -1,6 +1,6 @@
-"""Files, bodies and addresses that were right, changed, and given to what reads them: one input after the other.
+"""Change valid files, bodies and addresses, and read them one after the other.
 
-What is read says what is right, or is an error of ours, in bounded memory and time. `run.py` calls it.
+Each input gives a correct result or an error of this package, in limited memory and time. `run.py` calls this file.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import tracegrad as tg
 from tracegrad.errors import TracegradError
 
 SECONDS = 10.0
-"""Of processor time for one input; what is right takes milliseconds."""
+"""Limit of CPU time for one input in seconds; a valid one needs milliseconds."""
 Case = Callable[[random.Random], Any]
-"""Makes one changed input and reads it; awaited if it is a coroutine."""
+"""Make one changed input and read it; awaited if it is a coroutine."""
 WORDS = ["null", "true", "-1", "0", "1e999", "NaN", "1" + "0" * 400, "9" * 5000, '"x"', '"\\ud800"', "[]", "{}", "[[[["]
 WORDS += ["[" * 500 + "]" * 500, '{"a":' * 200 + "1" + "}" * 200, "2147483648", "1.5", "\x00", '""', "[null]", "[true]"]
 
 
 def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
-    """Runs until the time is over or something is found, whose seed is printed."""
+    """Run until the time is over or a fault is found, and print its seed."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     warnings.simplefilter("ignore")
@@ -77,7 +77,7 @@ async def _fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
 
 
 def changed(draw: random.Random, data: bytes) -> bytes:
-    """The bytes with some changes: of a value of their JSON, or of their bits, stretches and length."""
+    """Return the bytes with some changes: of a JSON value, or of bits, ranges and length."""
     out = bytearray(data)
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
         kind = draw.randrange(8)
@@ -98,7 +98,7 @@ def changed(draw: random.Random, data: bytes) -> bytes:
 
 
 def _json_changed(draw: random.Random, text: bytes) -> bytes:
-    """The text with one of its values replaced, moved, repeated or taken out."""
+    """Return the text with one of its values replaced, moved, repeated or removed."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,7 +130,7 @@ _HERE = "@@HERE@@"
 
 @asynccontextmanager
 async def images(_out: Path) -> AsyncIterator[Case]:
-    """Files of pictures, found in a record, and drawn: a picture of the size of its header, or an error."""
+    """Read image files of records, and decode them: an image has the size of its header, or there is an error."""
     from image_bytes import KINDS, files
     from tracegrad.images.processor import decode_image, is_transparent
     from tracegrad.report.token_map import small
@@ -162,7 +162,7 @@ async def images(_out: Path) -> AsyncIterator[Case]:
 
 @asynccontextmanager
 async def bodies(_out: Path) -> AsyncIterator[Case]:
-    """Bodies of requests, and of answers, whole and streamed, through the proxy: what it records can be read."""
+    """Send bodies of requests and answers, complete and streamed, through the proxy: its records can be read."""
     import aiohttp
     from aiohttp import web
 
@@ -186,7 +186,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
         return answer(request, None)
 
     server = StandIn(port=free_port())
-    server._handle = handle  # the bodies that come are no JSON
+    server._handle = handle  # the received bodies are not JSON
     async with (
         server,
         aiohttp.ClientSession() as client,
@@ -230,7 +230,7 @@ async def bodies(_out: Path) -> AsyncIterator[Case]:
 
 @asynccontextmanager
 async def addresses(out: Path) -> AsyncIterator[Case]:
-    """Paths and queries of the viewer: an answer below 500, whatever is asked."""
+    """Request paths and queries of the viewer: every status is below 500."""
     from tracegrad.view import Viewer
     from tracegrad.view.app import application
     from view_pages import record, written
@@ -284,7 +284,7 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
                 )
                 asked = asked[:at] + piece + asked[at + draw.choice([0, 0, 1, 3]) :]
             path, _, query = asked.partition("?")
-            # As a server gives a path to its application: bytes that are no UTF-8 included.
+            # A server passes a path to its application like this, including bytes that are not UTF-8.
             path = unquote_to_bytes(path).decode("utf-8", draw.choice(["replace", "surrogateescape"]))
             statuses = await ask(path, query.encode("utf-8", "surrogatepass"))
             assert len(statuses) == 1, asked
@@ -292,13 +292,13 @@ async def addresses(out: Path) -> AsyncIterator[Case]:
             if statuses[0] >= 400:
                 raise TracegradError("refused")
 
-        await ask("/secret/search", b"q=amber")  # begins the process that searches
+        await ask("/secret/search", b"q=amber")  # starts the search process
         yield case
 
 
 @asynccontextmanager
 async def scores(out: Path) -> AsyncIterator[Case]:
-    """Caches of scores, and answers of a judge: every score is a number from 0 to 1, or there is none."""
+    """Read caches of scores, and answers of a judge: every score is a number from 0 to 1, or missing."""
     from tracegrad.rewards import judge_traces
     from tracegrad.rewards.recorded import score_traces
 

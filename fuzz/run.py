@@ -1,10 +1,9 @@
-"""Runs one fuzzer for some seconds: `python fuzz/run.py records --seconds 60`; `make fuzz` calls it.
+"""Run one fuzzer for some seconds: `python fuzz/run.py records --seconds 60`; `make fuzz` calls it.
 
-records, events, templates and tokenizers are libFuzzer's, in Rust, built once for all of them by stable Rust and the
-C++ compiler of the system (g++ will do; no clang); shards, checkpoints, tables and prepared change files that were
-written whole and load them; images, bodies (of the proxy), addresses (of the viewer) and scores (a cache's and a
-judge's) change what was right, one by one. What is found stands in out/fuzz/TARGET, what was learnt on the way in its
-corpus; a test is made of it.
+records, events, templates and tokenizers are targets of libFuzzer in Rust, built together by stable Rust and the
+system's C++ compiler (g++ is enough; no clang). shards, checkpoints, tables and prepared change complete files and load
+them. images, bodies (of the proxy), addresses (of the viewer) and scores (of a cache and a judge) change valid inputs,
+one by one. Faults are stored in out/fuzz/TARGET, and the corpus in its subfolder. Make a test of each fault.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_.]{1,30}|\{%-?|-?%\}|\{\{-?|-?\}\}|\\u[
 
 
 def seeds(target: str, into: Path, others: list[Path]) -> None:
-    """Small files that are right, for the fuzzer to change, and the words in them."""
+    """Collect small valid files, for the fuzzer to change, and the words in them."""
     into.mkdir(parents=True, exist_ok=True)
     named = {"templates": "*.jinja", "tokenizers": "tokenizer*.json"}.get(target, "*.json*")
     found = [path for folder in (ROOT / "tests" / "golden", ROOT / "examples", *others) for path in folder.rglob(named)]
     texts = [path.read_bytes() for path in found if path.is_file() and path.stat().st_size < 1 << 22]
-    if target == "records":  # lines too: a whole file is more than one input
+    if target == "records":  # also single lines, because a file contains several inputs
         texts += [line for text in texts for line in text.splitlines()[:9]]
     elif target == "events":
         texts = [stream for text in texts for stream in streams(text)]
@@ -54,7 +53,7 @@ def seeds(target: str, into: Path, others: list[Path]) -> None:
 
 
 def small_templates() -> list[str]:
-    """Templates that a grammar of the tests draws."""
+    """Yield templates that a grammar of the tests draws."""
     sys.path.insert(0, str(ROOT / "tests" / "helpers"))
     from template_grammar import BEFORE, Grammar
 
@@ -62,7 +61,7 @@ def small_templates() -> list[str]:
 
 
 def streams(text: bytes) -> Iterator[bytes]:
-    """The streams among the records of a file: events a line each."""
+    """Yield the streams among the records of a file, with one event per line."""
     for line in text.splitlines():
         try:
             response = json.loads(line)["response"]
@@ -75,14 +74,14 @@ def streams(text: bytes) -> Iterator[bytes]:
 
 
 def build() -> None:
-    """Builds the Rust targets with coverage on stable Rust: all at once, as what takes long is what they share."""
+    """Build all Rust targets with coverage on stable Rust at once: their shared crates need most of the time."""
     told = {**os.environ, "RUSTFLAGS": f"{COVERAGE} --cfg fuzzing", "CARGO_TARGET_DIR": str(ROOT / "target" / "fuzz")}
     cargo = ["cargo", "build", "--release", "--quiet", "--target", TRIPLE, "--bins"]
     subprocess.run(cargo, cwd=ROOT / "fuzz", env=told, check=True)
 
 
 def in_rust(target: str, seconds: int, out: Path, seed: int, others: list[Path]) -> int:
-    """Runs a target that was built; memory and time of one input are bounded."""
+    """Run a built target. Memory and time of one input are limited."""
     seeds(target, out / "seeds", others)
     (out / "corpus").mkdir(exist_ok=True)
     options = {
@@ -104,9 +103,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", choices=[*IN_RUST, *IN_PYTHON, *MUTATED])
     parser.add_argument("--seconds", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="the same again")
-    parser.add_argument("--seeds", type=Path, nargs="*", default=[], help="folders with more files to begin with")
-    parser.add_argument("--built", action="store_true", help="the Rust targets are not built again")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="repeats an earlier run")
+    parser.add_argument("--seeds", type=Path, nargs="*", default=[], help="folders with more initial files")
+    parser.add_argument("--built", action="store_true", help="do not build the Rust targets again")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "fuzz")
     options = parser.parse_args()
     out = options.out.resolve() / options.target

@@ -1,7 +1,7 @@
-"""Changes folders that this package wrote, seals half of them anew as a forger would, and loads them.
+"""Change folders that this package wrote, recompute the checksums of half of them, and load them.
 
-A folder that loads says what it said before, or was sealed anew and is consistent; all else is an error of ours, in
-bounded memory and time. `run.py` calls it.
+A loaded folder has its old contents, or has new checksums and is consistent. Otherwise there is an error of this
+package, in limited memory and time. `run.py` calls this file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tracegrad.errors import TracegradError
 from tracegrad.packing import pack
 from tracegrad.storage import manifest
 
-MEMORY = 4 << 30  # beyond what the process has at the start
-CPU_SECONDS = 10  # of one folder; what loads takes milliseconds
+MEMORY = 4 << 30  # in addition to the memory of the process at the start
+CPU_SECONDS = 10  # for one folder; a valid one needs milliseconds
 HOSTILE = [
     b"-1",
     b"1e999",
@@ -62,7 +62,7 @@ NUMBERS = [
 
 
 def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
-    """Runs until the time is over or something is found, which then stands in `out` as it was loaded."""
+    """Run until the time is over or a fault is found. The faulty folder is then in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     whole, load, sealed = {"shards": shards, "checkpoints": checkpoints, "tables": tables, "prepared": prepared}[
         target
@@ -102,7 +102,7 @@ def fuzz(target: str, seconds: int, out: Path, seed: int) -> int:
 
 
 def change(draw: random.Random, file: Path) -> None:
-    """One change of a file: bytes, its length, a value of its JSON, numbers of its arrays, or the file itself."""
+    """Make one change of a file: bytes, its length, a value of its JSON, numbers of its arrays, or the file itself."""
     if file.suffix in (".parquet", ".arrow"):
         import tabular
 
@@ -138,7 +138,7 @@ def change(draw: random.Random, file: Path) -> None:
 
 
 def _json_changed(draw: random.Random, text: bytes) -> bytes:
-    """The text with one of its values, or of its names, changed, repeated or taken out."""
+    """Return the text with one of its values or names changed, repeated or removed."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def _json_changed(draw: random.Random, text: bytes) -> bytes:
 
 
 def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A folder of two shards of `Sequences.save`; what loads is packed, so that its indices are followed."""
+    """Make a folder of two shards of `Sequences.save`. A loaded one is packed, so that its indices are used."""
     shutil.rmtree(whole, ignore_errors=True)
     for number in range(2):
         _sequences(number).save(whole / manifest.shard_name(number))
@@ -189,13 +189,13 @@ def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
             for name, extra in found.extras.items():
                 assert len(extra) == found.tokens, name
             assert step.origin.size == 0 or step.origin.max() < found.tokens
-        found.save(folder.parent / "again")  # what loads can be written again
+        found.save(folder.parent / "again")  # a loaded folder can be written again
 
     return whole, load, _seal_shards
 
 
 def prepared(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A folder of `prepare`, as it is trained on, and gone on with."""
+    """Make a folder of `prepare`, load it for training, and resume it."""
     from tracegrad.config import Data
     from tracegrad.metrics.loggers import Stopwatch
     from tracegrad.prepare import prepare
@@ -221,7 +221,7 @@ def prepared(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[
 
 
 def _sequences(number: int) -> Sequences:
-    """Two traces, three branches, with all kinds of columns beside the tokens."""
+    """Return two traces and three branches, with all kinds of columns in addition to the tokens."""
     cu = np.array([0, 4, 9, 12])
     trainable = ~np.isin(np.arange(12), cu)
     logprobs = np.where(trainable, np.float32(-1.0 - number), np.nan)
@@ -241,7 +241,7 @@ def _sequences(number: int) -> Sequences:
 
 
 def _seal_shards(folder: Path) -> None:
-    """Sizes and checksums as they are now, in the manifest of the folder and of each shard in it."""
+    """Write the current sizes and checksums to the manifest of the folder and of each shard."""
     for inside in [*sorted(folder.glob("shard-*")), folder]:
         path = inside / manifest.NAME
         try:
@@ -256,7 +256,7 @@ def _seal_shards(folder: Path) -> None:
 
 
 def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A checkpoint of a tiny model and its AdamW."""
+    """Make a checkpoint of a tiny model and its AdamW."""
     import torch
 
     from tiny import tiny_model
@@ -302,13 +302,13 @@ def checkpoints(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callab
 
 
 def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A folder of Parquet and Arrow files."""
+    """Make a folder of Parquet and Arrow files."""
     import tabular
 
     return tabular.tables(whole)
 
 
 def bound_memory() -> None:
-    """Lets the process take so much more memory, and no more."""
+    """Limit the additional memory of the process."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))

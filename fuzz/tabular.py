@@ -1,7 +1,7 @@
-"""Parquet and Arrow files as producers write them, changed as a forger would, and read.
+"""Change Parquet and Arrow files of several producers, also with valid checksums, and read them.
 
-What reads is traces; all else is an error of ours that names the file, in bounded memory and time. Where the process is
-ended, the file that did it stands in the folder. `stored` calls it.
+Each file gives traces, or an error of this package that names the file, in limited memory and time. If the process is
+killed, the faulty file is in the folder. `stored` calls this file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tracegrad.data.arrow_files import ParquetStream
 from tracegrad.errors import TracegradError
 
 MAGIC = b"PAR1"
-# Numbers that counts, sizes and offsets of a footer are replaced by, before Thrift doubles them.
+# Numbers that replace counts, sizes and offsets of a footer, before Thrift doubles them.
 NUMBERS = [0, 1, 2, 7, 127, 128, 1 << 16, 1 << 24, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40, (1 << 62), (1 << 63) - 1]
 
 
 def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[Path], None]]:
-    """A folder of files of all layouts; those that were changed are read."""
+    """Make a folder of files of all layouts, and read the changed ones."""
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir(parents=True)
     for name, table, options in layouts():
@@ -38,7 +38,7 @@ def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
     assert all(len(records) == 6 for records in right.values()), right
 
     def load(folder: Path, same: bool) -> None:
-        del same  # without checksums other numbers are a file of its own
+        del same  # without checksums, other numbers make another valid file
         refused = None
         for path in sorted(folder.iterdir()):
             if folder == whole or path.read_bytes() != before[path.name]:
@@ -59,7 +59,7 @@ def tables(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
 
 
 def layouts() -> list[tuple[str, pa.Table, dict[str, Any]]]:
-    """Six records each: names, the tables, and how Parquet is to write them."""
+    """Yield names, tables of six records, and the options with which Parquet writes them."""
     flat = [
         {"prompt_ids": [1, 2, at], "completion_ids": [3, 4], "logprobs": [-0.5, -0.25], "reward": float(at)}
         for at in range(6)
@@ -94,7 +94,7 @@ def layouts() -> list[tuple[str, pa.Table, dict[str, Any]]]:
 
 
 def change(draw: random.Random, file: Path) -> None:
-    """One change: a bit, a stretch, the end, or a number of the footer or of a page's head."""
+    """Make one change: a bit, a range, the end, or a number of the footer or of a page header."""
     data = bytearray(file.read_bytes())
     start = _footer_at(data)
     inside = (start, len(data) - 8) if draw.random() < 0.6 and start < len(data) - 8 else (0, len(data))
@@ -118,7 +118,7 @@ def change(draw: random.Random, file: Path) -> None:
 
 
 def _records(path: Path) -> list[Any]:
-    """What a file holds; an error of ours names it."""
+    """Read a file. An error of this package must name it."""
     try:
         if path.suffix == ".parquet":
             return list(itertools.chain.from_iterable(ParquetStream(path, batch=4, on_error="skip")))
@@ -132,7 +132,7 @@ def _records(path: Path) -> list[Any]:
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         if path.suffix == ".parquet":
             raise
-        # pyarrow alone read that file.
+        # Only pyarrow read that file.
         raise TracegradError(f"{path.name}: pyarrow refused it, {type(error).__name__}. None. None.") from error
 
 
@@ -141,9 +141,9 @@ def _footer_at(data: bytes | bytearray) -> int:
 
 
 def _with_footer(data: bytes, whole: bytes) -> bytes:
-    """The file with a footer that is where its tail says: its own where there is one, else the one that it had."""
+    """Return the file with a footer at the place that its tail names: its own, or else the original one."""
     mine = data[-4:] == MAGIC
-    # A footer that was changed in length begins where it began.
+    # A footer of another length still starts at the same offset.
     body = whole[: _footer_at(whole)]
     footer = data[len(body) : -8] if mine and data.startswith(body) else whole[len(body) : -8]
     kept = body if mine and data.startswith(body) else data[: len(body)]

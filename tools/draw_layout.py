@@ -43,8 +43,8 @@ def room(path: str) -> str:
     return path.split("/")[0].split(".")[0]
 
 
-def uses(imports: Imports, rooms: set[str]) -> Uses:
-    """Which of `rooms` each of them reaches, directly or through files that are no rooms here."""
+def uses(imports: Imports, packages: set[str]) -> Uses:
+    """Return which of `packages` each of them imports, directly or through other files."""
     direct: Uses = {}
     for path, others in imports.items():
         direct.setdefault(room(path), set()).update({room(other) for other in others} - {room(path)})
@@ -56,7 +56,7 @@ def uses(imports: Imports, rooms: set[str]) -> Uses:
             reached[name] = direct.get(name, set()).union(*(reach(other) for other in direct.get(name, ())))
         return reached[name]
 
-    return {name: reach(name) & rooms - {name} for name in sorted(rooms)}
+    return {name: reach(name) & packages - {name} for name in sorted(packages)}
 
 
 def lines(graph: Uses) -> Uses:
@@ -100,7 +100,7 @@ def places(rows: list[list[str]]) -> dict[str, tuple[float, float]]:
 
 
 def band(graph: Uses, left: float, top: float, marked: set[str]) -> tuple[list[str], float, float]:
-    """One graph as SVG, its right edge and its lower one; `marked` rooms have a dot."""
+    """Return one graph as SVG, and its right and lower edges. `marked` packages have a dot."""
     rows = floors(graph)
     place = {name: (left + x, top + y) for name, (x, y) in places(rows).items()}
     svg = []
@@ -123,13 +123,13 @@ def band(graph: Uses, left: float, top: float, marked: set[str]) -> tuple[list[s
 
 
 def drawn() -> str:
-    """The picture: Python's rooms, below them those of the Rust core."""
+    """Return the picture: the Python packages, and below them the modules of the Rust core."""
     imports = python_imports(PYTHON)
-    rooms = {path.name for path in PYTHON.iterdir() if (path / "__init__.py").exists()}
+    packages = {path.name for path in PYTHON.iterdir() if (path / "__init__.py").exists()}
     core = {room(path) for path in imports if re.search(r"import.*\b_core\b|_core import", (PYTHON / path).read_text())}
-    python, right, bottom = band(uses(imports, rooms), 10, 40, core & rooms)
-    rust_rooms = {path.name for path in RUST.iterdir() if (path / "mod.rs").exists()} | {"trace"}
-    rust, _, end = band(uses(rust_imports(RUST), rust_rooms), 10, bottom + 60, set())
+    python, right, bottom = band(uses(imports, packages), 10, 40, core & packages)
+    rust_modules = {path.name for path in RUST.iterdir() if (path / "mod.rs").exists()} | {"trace"}
+    rust, _, end = band(uses(rust_imports(RUST), rust_modules), 10, bottom + 60, set())
     width, height = f"{right + 10:g}", f"{end + 14:g}"
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""The codes of errors: where each stands in the code, with its class and its message.
+"""List the codes of errors, with their places in the code, classes and messages.
 
 python tools/error_codes.py          # prints them
 """

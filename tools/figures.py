@@ -1,8 +1,8 @@
-"""Print the figures of the layout: what stands at the top of the package, names that files share, imports that go up.
+"""Print the figures of the layout: top-level entries of the package, names that files share, imports that go up.
 
     python tools/figures.py
 
-The order of packages is the table in DESIGN.md: a package may import those of smaller numbers alone.
+The order of packages is the table in DESIGN.md: a package may only import packages of smaller numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARALLEL = {"integrations", "recipes"}
 
 
 def entries() -> list[str]:
-    """Return what stands at the top of the package."""
+    """Return the top-level entries of the package."""
     kept = [each for each in PACKAGE.iterdir() if each.name != "__pycache__" and each.suffix != ".so"]
     return sorted(each.name for each in kept)
 
@@ -41,7 +41,7 @@ def shared_stems() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Print all figures, and what they count where that is short."""
+    """Print all figures, and the counted things if they are few."""
     imports = python_imports(PACKAGE)
     top, stems = entries(), shared_stems()
     order = {name for row in package_order() for name in row}

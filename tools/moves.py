@@ -1,7 +1,7 @@
 """Files that move, as a table (`tools/moves.csv`), and two checks of it:
 
     python tools/moves.py left               # where tracked files still name an old path or module
-    python tools/moves.py bodies COMMIT      # which definitions of moved files are not what they were at COMMIT
+    python tools/moves.py bodies COMMIT      # definitions of moved files that differ from COMMIT
 
 A line of the table has the old and the new path of a file, relative to the tree, and may have the old and the new name
 of a definition in it. A new path may take several files. An empty new path says that the file is deleted, and an empty
@@ -54,7 +54,7 @@ def read_moves(root: Path) -> list[Move]:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Return what a git command of a tree prints."""
+    """Return the output of a git command in a tree."""
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
@@ -88,7 +88,7 @@ def _is_core(root: Path, name: str) -> bool:
 
 
 def _is_there(root: Path, name: str) -> bool:
-    """Whether a path or a dotted name is that of a file or package of today."""
+    """Return whether a path or a dotted name belongs to a current file or package."""
     path = root / PACKAGE / (name if name.endswith(".py") else name.replace(".", "/"))
     return path.is_file() or path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
@@ -171,7 +171,7 @@ def _replaced(text: str, longest_first: list[str], dotted: dict[str, str]) -> st
 
 
 def _imported(tree: ast.AST, renamed: dict[str, dict[str, str]]) -> dict[str, str]:
-    """The new names of what a file imports from modules whose names changed."""
+    """Return the new names of the imports of a file from renamed modules."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -212,7 +212,7 @@ def definitions(source: str, names: dict[str, str], dotted: dict[str, str] | Non
 
 
 def bodies(root: Path, commit: str) -> Iterator[str]:
-    """Yield the definitions of moved Python files that are gone, or are not what they were at a commit."""
+    """Yield the definitions of moved Python files that are gone, or differ from a commit."""
     moves = read_moves(root)
     deleted = {(move.old_path, move.old_name) for move in moves if move.old_name and not move.new_name}
     dotted = {move.module: Move(move.new_path, "").module for move in moves if move.module and move.new_path}

@@ -3,7 +3,7 @@
     python tools/same.py record before.json                     # at the commit before files move
     python tools/same.py record after.json                      # after
     python tools/same.py compare before.json after.json         # prints what differs; exit status 1 if anything does
-    python tools/same.py record part.json --only prepare doctor # some sections alone
+    python tools/same.py record part.json --only prepare doctor # only some sections
     python tools/same.py record all.json --online out/online    # with the replay of a run of `tracegrad online`
 
 Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on one
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 QUICKSTART, IMAGES = ROOT / "examples" / "quickstart", ROOT / "examples" / "images"
 VOLATILE = {"seconds", "tokens_per_s", "commit", "version", "checkpoint", "device_idle", "bytes", "crc32"}
-"""Keys whose values differ from run to run, or stand for the bytes of a file with such a value."""
+"""Keys whose values differ from run to run, or depend on a file with such a value."""
 PLAIN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--train.groups_per_step", "6"]
 RANKS = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -37,7 +37,7 @@ Found = Iterator[tuple[str, Any]]
 
 
 def tracegrad(*arguments: Any, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Run a command; what it prints comes back, whatever its exit status."""
+    """Run a command and return its output, whatever its exit status."""
     command = [sys.executable, *launcher, "-m", "tracegrad", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **PLAIN}, capture_output=True, text=True, check=False)
 
@@ -78,13 +78,13 @@ def digest(data: bytes) -> str:
 
 
 def files_of(folder: Path, out: Path) -> Found:
-    """Arrays of a folder by their hash, JSON as it is, other files by name alone."""
+    """Yield arrays of a folder by their hash, JSON unchanged, other files only by name."""
     from safetensors.numpy import load_file
 
     for path in sorted(each for each in folder.rglob("*") if each.is_file() and not each.is_symlink()):
         name = str(path.relative_to(folder))
         if path.name.startswith("random-"):
-            yield name, "is there"  # the state of generators that nobody seeded
+            yield name, "is there"  # the state of generators without a seed
         elif path.suffix == ".safetensors":
             for key, array in sorted(load_file(path).items()):
                 yield f"{name}:{key}", f"{array.dtype}{list(array.shape)} {digest(array.tobytes())}"
@@ -113,7 +113,7 @@ def prepared(out: Path, _: argparse.Namespace) -> Found:
 
 
 def examined(_: Path, __: argparse.Namespace) -> Found:
-    """What `doctor --json` says of every recording."""
+    """Return the output of `doctor --json` for every recording."""
     for path in recordings():
         model = model_of(path).relative_to(ROOT)
         done = tracegrad("doctor", path.relative_to(ROOT), "--model", model, "--json")
@@ -184,7 +184,7 @@ def trained(out: Path, _: argparse.Namespace) -> Found:
 
 
 def replayed(out: Path, options: argparse.Namespace) -> Found:
-    """The steps of a recorded run of `online`, taken again."""
+    """Repeat the steps of a recorded run of `online`."""
     if options.online is None:
         return
     done = tracegrad("replay", options.online, "--model", QUICKSTART / "model", "--out", out / "replay")
@@ -209,7 +209,7 @@ SECTIONS: dict[str, Callable[[Path, argparse.Namespace], Found]] = {
 
 
 def record(options: argparse.Namespace) -> None:
-    """Write what the sections find."""
+    """Write the results of the sections."""
     found: dict[str, dict[str, Any]] = {}
     for name in options.only or SECTIONS:
         with tempfile.TemporaryDirectory() as out:

@@ -59,13 +59,13 @@ def api() -> dict[str, str]:
 
 def _page(name: str, path: Path, names: list[str]) -> str:
     said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    # Four spaces are code in a docstring of ours, and a session after an empty line is a block of its own.
+    # Four spaces are code in a docstring of this package. A session after an empty line is a separate block.
     said = re.sub(r"(?m)(?:^    .*\n?|^\n(?=    (?!>>>)))+", lambda found: f"\n{_code(found[0])}\n", said)
     return "\n\n".join([f"# {name}", said, *(f"::: {name}.{each}" for each in names)]) + "\n"
 
 
 def _code(indented: str) -> str:
-    """Code as a fence: of a Python session where it begins with a prompt, of Python where it is that, else of text."""
+    """Return code as a fence: a Python session if it begins with a prompt, otherwise Python if it parses, or text."""
     code = "\n".join(line.removeprefix("    ") for line in indented.strip("\n").split("\n"))
     if code.startswith(">>>"):
         return f"```pycon\n{code}\n```"
@@ -77,7 +77,7 @@ def _code(indented: str) -> str:
 
 
 def stage(folder: Path) -> None:
-    """All pages into `folder`/pages, and what the builder is told beside them."""
+    """Write all pages to `folder`/pages, and the options of the builder next to them."""
     pages = folder / "pages"
     (pages / "python").mkdir(parents=True)
     for picture in (*(ROOT / "docs").glob("*.png"), *(ROOT / "docs").glob("*.svg")):
@@ -138,14 +138,14 @@ def _write(pages: Path, address: Path, text: str, folder: Path) -> None:
 
 
 def main(out: Path) -> int:
-    """Stages, builds, checks; 1 with what is wrong."""
+    """Write, build and check the site. Return 1 after printing the problems."""
     work = out.with_name(f"{out.name}-work")
     shutil.rmtree(work, ignore_errors=True)
     stage(work)
     builder = Path(sys.executable).with_name("zensical")
     command = [builder, "build", "--strict", "--clean"]
     done = subprocess.run(command, cwd=work, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    # --strict ends on warnings of the builder itself alone.
+    # --strict fails only on warnings of the builder itself.
     wrong = [line for line in done.stdout.splitlines() if "griffe" in line or "arning" in line]
     if done.returncode:
         wrong = [done.stdout]

@@ -1,5 +1,5 @@
-"""The docstrings of this house as mkdocstrings reads them: examples fenced, and what is said of several names at once
-said of each."""
+"""Convert the docstrings of this package for mkdocstrings: fence examples, and repeat a description of several names
+for each of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import griffe
 
 
 class Docstrings(griffe.Extension):
-    """Changes each docstring before it is parsed."""
+    """Change each docstring before it is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         """Called by griffe for whatever it has loaded."""
         if obj.docstring is not None:
             said = each_name(fenced(obj.docstring.value))
-            # griffe knows the fields of a dataclass as its parameters, not those of these.
+            # griffe treats the fields of a dataclass as parameters, but not the fields of these classes.
             fields = isinstance(obj, griffe.Class) and {"NamedTuple", "Protocol"} & {str(base) for base in obj.bases}
             obj.docstring.value = said.replace("Args:\n", "Attributes:\n") if fields else said
 
 
 def fenced(text: str) -> str:
-    """Examples, from `>>>` to the next empty line, as blocks.
+    """Return the text with examples, from `>>>` to the next empty line, as blocks.
 
     >>> fenced("Adds.\\n\\n>>> 1 + 1\\n2\\n")
     'Adds.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```\\n'
@@ -30,7 +30,7 @@ def fenced(text: str) -> str:
 
 
 def each_name(text: str) -> str:
-    """`a, b: text` in a section as `a: text` and `b: text`.
+    """Return `a, b: text` in a section as `a: text` and `b: text`.
 
     >>> print(each_name("Args:\\n    a, b: text\\n        goes on.\\n    c: other."))
     Args:

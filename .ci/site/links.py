@@ -1,5 +1,4 @@
-"""What is wrong with the links of a built site: targets and places in them that are not there, and what a page loads
-from elsewhere."""
+"""Find the wrong links of a built site: missing targets and anchors, and files that a page loads from other sites."""
 
 from __future__ import annotations
 
@@ -8,13 +7,13 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urlsplit
 
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "object": "data"}
-"""What a browser asks for by itself, by the attribute that says where."""
+"""Elements whose files a browser loads by itself, with the attribute of the address."""
 POINTERS = ("canonical", "prev", "next")
 """`link`s that nothing is loaded for."""
 
 
 class Page(HTMLParser):
-    """The names in a page, the addresses it links to, and those that it loads."""
+    """Collect the names in a page, the addresses it links to, and those that it loads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -33,13 +32,13 @@ class Page(HTMLParser):
 
 
 def wrong_links(site: Path) -> list[str]:
-    """A line for each link of the site's pages that leads nowhere, and each file that is asked for elsewhere."""
+    """Return a line for each link without a target, and for each file that is loaded from another site."""
     pages = {path.resolve(): Page(path) for path in sorted(site.rglob("*.html"))}
     wrong = []
     for path, page in pages.items():
         here = path.relative_to(site.resolve())
         if here.name == "404.html":
-            continue  # its addresses begin at the root of a server
+            continue  # its addresses start at the root of a server
         for link in (*page.links, *page.loads):
             if urlsplit(link).scheme or link.startswith("//"):
                 if link in page.loads and urlsplit(link).scheme != "data":

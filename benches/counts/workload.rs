@@ -11,7 +11,7 @@ const END: &str = "<|im_end|>";
 const WORDS: &[&str] =
     &["the", "price", "of", "three", "lamps", "is", "42", "€", "so", "we", "call", "`stock`", "\n", "\"x\"", "naïve"];
 
-/// How tokens are written: `token_id:N` as vLLM does on request, text and bytes, or ids beside text and bytes.
+/// How tokens are written: `token_id:N` as vLLM does on request, text and bytes, or ids next to text and bytes.
 pub const LAYOUTS: [&str; 3] = ["names", "texts", "ids"];
 
 /// One kind of conversation.
@@ -80,9 +80,9 @@ fn choice(text: &str, layout: &str, tokenizer: &Tokenizer, dice: &mut Dice) -> (
     (choice, ids)
 }
 
-/// One trace: a call for each turn, with all that came before in its request.
+/// One trace: a call for each turn, with all earlier messages in its request.
 fn record(shape: &Shape, index: usize, layout: &str, tokenizer: &Tokenizer) -> Value {
-    // What is given is the same for all traces of a file: they are samples of one prompt.
+    // The given part is the same for all traces of a file: they are samples of one prompt.
     let (mut given, mut drawn) = (Dice(1), Dice(index as u64 + 2));
     let tools: Vec<_> = (0..shape.tools).map(|number| tool(number, &mut given)).collect();
     let mut messages = vec![json!({"role": "system", "content": given.text(40)})];

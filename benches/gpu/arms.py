@@ -1,4 +1,4 @@
-"""The heads that are measured side by side: each takes the same tensors and returns (logp, entropy) or a loss.
+"""The heads that are compared: each gets the same tensors and returns (logp, entropy) or a loss.
 
 A peer that is not installed raises ImportError, which the table shows; nothing is left out in silence.
 """
@@ -35,7 +35,7 @@ class Problem:
     def of(cls, rows: int, width: int, vocabulary: int, device: str, peaked: bool) -> Problem:
         """Logits of standard deviation 3, or peaked on their targets with an entropy of about half a nat.
 
-        Advantages are those of eight traces of one length, as Liger's loss takes one for each.
+        Advantages belong to eight traces of one length, because Liger's loss needs one for each.
         """
         g = torch.Generator(device).manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=g, device=device)  # noqa: E731
@@ -52,7 +52,7 @@ class Problem:
         return cls(hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, old, advantages)
 
     def frozen(self) -> Problem:
-        """The same under a head that takes no gradient, as with LoRA."""
+        """The same for a head without a gradient, as with LoRA."""
         return replace(self, weight=self.weight.detach())
 
     def terms(self) -> Terms:
@@ -73,7 +73,7 @@ class Problem:
 
 
 def traces_of(rows: int) -> int:
-    """Of how many traces a problem's rows are: eight where that is possible."""
+    """Of how many traces a problem's rows are: eight if possible."""
     return 8 if rows % 8 == 0 else 1
 
 
@@ -86,7 +86,7 @@ def fused(problem: Problem, **how: Any) -> Tensor:
 
 
 def generic(problem: Problem, **how: Any) -> Tensor:
-    """tracegrad, recompute in backward; the loss is not known to the head."""
+    """tracegrad, recompute in backward; the head does not know the loss."""
     return problem.loss(*token_logprobs(problem.hidden, problem.weight, problem.target, **how))
 
 
@@ -109,7 +109,7 @@ def trl_chunked(problem: Problem) -> Tensor:
 
 
 def liger(problem: Problem) -> Tensor:
-    """LigerFusedLinearGRPOLoss, which takes [B, T] and an advantage for each of B traces."""
+    """LigerFusedLinearGRPOLoss, which needs [B, T] and an advantage for each of B traces."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     on_gpu = problem.hidden.is_cuda
@@ -140,7 +140,7 @@ def _liger_nll_and_entropy(problem: Problem) -> tuple[Tensor, Tensor]:
     tensors = problem.hidden, problem.weight, problem.target
     try:
         return liger_module.LigerFusedLinearScaledCrossEntropyFunction.apply(*tensors, return_entropy=True)
-    except ImportError:  # on Hopper, without cutlass: Liger falls back on other devices alone
+    except ImportError:  # on Hopper, without cutlass: Liger falls back on other devices only
         temperature, ignore_index, return_entropy = 1.0, -100, True
         return liger_module._FusedLinearPPOFallbackFunction.apply(*tensors, temperature, ignore_index, return_entropy)
 
@@ -154,7 +154,7 @@ def verl(problem: Problem) -> Tensor:
 
 
 def cut_cross_entropy(problem: Problem) -> Tensor:
-    """Apple's CCE 25.1.1 without its gradient filter; logprobs alone, as it has no entropy."""
+    """Apple's CCE 25.1.1 without its gradient filter; only logprobs, because it has no entropy."""
     from cut_cross_entropy import linear_cross_entropy
 
     exact = {"impl": "cce", "filter_eps": None}

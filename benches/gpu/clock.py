@@ -1,4 +1,4 @@
-"""Milliseconds and peak memory of something that runs on the device: medians, interleaved, told apart from failures."""
+"""Milliseconds and peak memory of something that runs on the device: medians, interleaved, separate from failures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 class Allocated(TorchDispatchMode):
     """Counts what torch allocates on the CPU while entered: storages that operations make, until they are freed.
 
-    Of a tensor that stands for others, such as a shard of FSDP, those are counted; a storage that is emptied and
-    filled again, as FSDP's whole parameters are, has the size that it has. What an operation takes and gives back
-    within itself is not seen.
+    For a tensor that wraps others, such as a shard of FSDP, the others are counted; a storage that is emptied and
+    filled again, as FSDP's full parameters are, has the size that it has. Memory that an operation allocates and frees
+    internally is not counted.
     """
 
     supports_higher_order_operators = True  # flex_attention is one
@@ -73,7 +73,7 @@ class Allocated(TorchDispatchMode):
 
 
 def _storages(found: Any) -> Iterator[torch.UntypedStorage]:
-    """Of all tensors in it; of one that stands for others, of these."""
+    """Bytes of all tensors in it; for a tensor that wraps others, of these."""
     for tensor in tree_leaves(found):
         if isinstance(tensor, torch.Tensor):
             if is_traceable_wrapper_subclass(tensor):
@@ -88,14 +88,14 @@ class Clock:
     Args:
         device: "cuda", or "cpu" to see that everything runs.
         warm: runs before the first that counts.
-        repeat: runs that count; their median is told with their spread.
+        repeat: runs that count; their median is reported with their spread.
     """
 
     def __init__(self, device: str, warm: int = 3, repeat: int = 10) -> None:
         self.device, self.warm, self.repeat = device, warm, repeat
         self.cuda = device.startswith("cuda")
         self.until = float("inf")  # no arm and no round is started after this time of `time.perf_counter`
-        self.report: Callable[[dict[str, dict[str, Any]]], None] = lambda _: None  # called with what is measured so far
+        self.report: Callable[[dict[str, dict[str, Any]]], None] = lambda _: None  # called with the results so far
 
     def ms(self, run: Callable[[], Any]) -> float:
         """One run."""
@@ -111,7 +111,7 @@ class Clock:
         return began.elapsed_time(ended)
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """Bytes beyond what was allocated before."""
+        """Bytes in addition to those allocated before."""
         if not self.cuda:
             with Allocated() as allocated:
                 run()
@@ -125,7 +125,7 @@ class Clock:
         return torch.cuda.max_memory_allocated() - before
 
     def compare(self, arms: Mapping[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
-        """Each arm's median, spread and peak; runs are interleaved. An arm that cannot run is told with its reason."""
+        """Each arm's median, spread and peak; runs are interleaved. An arm that cannot run has a reason instead."""
         found: dict[str, dict[str, Any]] = {}
         for name, run in arms.items():
             late = found and time.perf_counter() > self.until
@@ -155,7 +155,7 @@ class Clock:
 
 
 def skipped(error: Exception) -> dict[str, str]:
-    """What is told of an arm or a row that is not installed, does not run here, or fails: nothing stops the others."""
+    """The report of an arm or a row that is not installed, does not run here, or fails: nothing stops the others."""
     where = traceback.extract_tb(error.__traceback__)[-1:]
     lines = [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in where]
     first = (str(error).strip().splitlines() or [""])[0]
@@ -163,7 +163,7 @@ def skipped(error: Exception) -> dict[str, str]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: a process that is ended while it writes leaves what was there before."""
+    """Replace a file atomically: if the process is killed, the old file remains."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.replace(path)

@@ -19,11 +19,11 @@ from tracegrad.trainer.memory import Memory, recompute_layers
 from tracegrad.trainer.step import optimizer_step
 
 Step = Callable[[int], None]
-_TINY_MEMORY = 32 << 20  # stands for a device's on a CPU
+_TINY_MEMORY = 32 << 20  # replaces a device's on a CPU
 
 
 def longest_row(bench: Any) -> Iterator[dict[str, Any]]:
-    """By doubling until memory or time ends; then where the line through the peaks meets the device's memory."""
+    """Double until memory or time ends, then extrapolate the peaks to the device's memory."""
     place: Place = bench.place
     found = {}
     for name, make in (("tracegrad", ours), ("TRL GRPOTrainer", trl)):
@@ -44,10 +44,10 @@ def longest_row(bench: Any) -> Iterator[dict[str, Any]]:
 
 
 def search(step: Step, clock: Clock, place: Place, budget_s: float) -> dict[str, Any]:
-    """Peaks of a step at doubling lengths, and the length at which they come to the device's memory."""
+    """Peaks of a step at doubling lengths, and the length at which they reach the device's memory."""
     memory = torch.cuda.get_device_properties(0).total_memory if place.cuda else _TINY_MEMORY
     length, began = (4096 if place.cuda else 64), time.perf_counter()
-    step(length)  # makes the optimizer's state, and compiles what is compiled
+    step(length)  # creates the optimizer's state, and compiles
     seen: list[tuple[int, int]] = []
     ended = "time"
     while True:
@@ -98,7 +98,7 @@ def trl(place: Place) -> Step:
     from peft import LoraConfig
 
     model = model_of("Qwen3-4B", place, torch.bfloat16, "sdpa")
-    pair = Traces.of(4, np.full((1, 2), 8), place.vocabulary)  # the trainer takes groups of two or more
+    pair = Traces.of(4, np.full((1, 2), 8), place.vocabulary)  # the trainer needs groups of two or more
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = trl_arms.trainer_of(model, pair, place, 1, 1, lora, gradient_checkpointing=True)
     adapted = trainer.model.train()

@@ -1,4 +1,4 @@
-"""Models with random weights, traces of random tokens, and the passes of a step over them: what whole rows measure."""
+"""Models with random weights, traces of random tokens, and the passes of a step over them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MODELS = {
     "Qwen3-4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 MIB_PER_TOKEN = {"Qwen3-0.6B": 2.19, "Qwen3-1.7B": 3.56, "Qwen3-4B": 5.85}
-"""What the layers keep for the backward pass of each token if nothing is recomputed, measured in bfloat16, the first
-two under autocast, which keeps more. tests/project/test_benches_gpu.py measures it again."""
+"""Memory that the layers keep for the backward pass of each token if nothing is recomputed, measured in bfloat16, the
+first two under autocast, which keeps more. tests/project/test_benches_gpu.py measures it again."""
 SPARE_BYTES = 8 << 30
 """Of a device's memory, for the head's chunk, the CUDA context and fragmentation."""
 LONGEST_ROW = 16384
@@ -34,7 +34,7 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows run: the device, whether everything is tiny, and whether a CPU takes the roads of a GPU."""
+    """Where rows run: the device, whether everything is tiny, and whether a CPU uses the code paths of a GPU."""
 
     device: str
     tiny: bool
@@ -125,7 +125,7 @@ class Traces:
     Args:
         prompts: [P] ids of each group.
         completions: ids of each trace, by group.
-        rollout: logprobs of these, near those of random weights, so that a part of the ratios is clipped.
+        rollout: logprobs of these, close to logprobs of random weights, so that a part of the ratios is clipped.
         advantages: of each trace, by group.
     """
 
@@ -152,7 +152,7 @@ class Traces:
         return sum(len(p) + len(c) for p, group in zip(self.prompts, self.completions, strict=True) for c in group)
 
     def sequences(self) -> Sequences:
-        """As `pack` takes them."""
+        """As `pack` needs them."""
         rows = [np.r_[p, c] for p, group in zip(self.prompts, self.completions, strict=True) for c in group]
         flat = [logp for group in self.rollout for logp in group]
         each = zip(rows, flat, strict=True)
@@ -205,23 +205,23 @@ def passes(model: Any, step: Step, place: Place) -> Callable[[], None]:
 
 
 def updates(model: Any, step: Step, precision: torch.dtype, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """A whole optimizer step by the learner: correction, rows sent, forward, backward, clip, update, what was seen."""
+    """A complete optimizer step by the learner: correction, rows sent, forward, backward, clip, update, metrics."""
     return lambda: optimizer_step(model, step, OBJECTIVE, optimizer, grad_clip=1.0, precision=precision)
 
 
 def adamw(model: Any, place: Place) -> torch.optim.AdamW:
-    """Over what is trained; one kernel where the device has it."""
+    """Over trained parameters; one kernel if the device has it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-6, weight_decay=0.0, fused=place.cuda)
 
 
 def gradient(model: Any) -> torch.Tensor:
-    """What the last pass left, as one vector on the CPU."""
+    """Gradients of the last pass, as one vector on the CPU."""
     return torch.cat([p.grad.detach().float().flatten().cpu() for p in model.parameters() if p.grad is not None])
 
 
 def tree_of_trl(packed: dict[str, torch.Tensor], device: str) -> Any:
-    """The layout of one of TRL's trie rows as a `Batch`, whose masks are ours: what sees whom is the same."""
+    """The layout of one of TRL's trie rows as a `Batch`, whose masks are ours: the same tokens attend to each other."""
     from tracegrad.packing import Batch
 
     ends = packed["tree_cu_seqlens_q"].tolist()

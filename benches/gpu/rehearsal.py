@@ -36,7 +36,7 @@ def flex_attention_on_the_cpu(backend: Any = "aot_eager") -> Iterator[None]:
 
 @contextmanager
 def fused_attention_alone() -> Iterator[None]:
-    """Raise an error where flex_attention runs in its unfused form, which holds tables of [heads, T, T]."""
+    """Raise an error where flex_attention runs in its unfused form, which stores tables of [heads, T, T]."""
 
     def unfused(*_: Any, **__: Any) -> Any:
         raise AssertionError("flex_attention ran unfused: with a float32 table of [heads, T, T], by math_attention.")

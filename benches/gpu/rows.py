@@ -1,4 +1,4 @@
-"""The rows that are measured on one GPU: each beside its peer on the same tensors, with its limit and its goal.
+"""The rows that are measured on one GPU: each compared with its peer on the same tensors, with its limit and its goal.
 
 A row is a function of a `Bench`; it yields records. Sizes shrink with `--tiny`, and nothing else does.
 """
@@ -42,12 +42,12 @@ BF16 = torch.bfloat16
 
 @dataclass
 class Bench:
-    """What a row is given.
+    """Inputs of a row.
 
     Args:
         clock: medians of interleaved runs.
         place: device and sizes.
-        budget_s: seconds a row may take where it searches.
+        budget_s: seconds a row may need if it searches.
     """
 
     clock: Clock
@@ -61,8 +61,8 @@ class Bench:
 
         Args:
             what: is measured.
-            unit: of ours, peer_rate, limit and must; `must` is a ratio where its unit says so.
-            ours, peer: (name, value) of each arm; None where it did not run.
+            unit: of ours, peer_rate, limit and must; `must` is a ratio if its unit says so.
+            ours, peer: (name, value) of each arm; None if it did not run.
             better: "less" or "more".
         """
         mine, theirs = (None, None) if ours is None else ours, (None, None) if peer is None else peer
@@ -85,7 +85,7 @@ def best(found: Found, names: Any, key: str, less: bool = True) -> tuple[str, fl
 # --- heads ---
 
 ANY_LOSS = ["TRL chunked", "Liger NLL and entropy"]
-"""The peers whose head gives logprobs and entropies with a gradient, so that they take any loss as ours does."""
+"""The peers whose head returns logprobs and entropies with a gradient, so that they accept any loss as ours does."""
 
 
 def head(bench: Bench, width: int, limit: float, must: float, generic: float | None) -> Iterator[dict[str, Any]]:
@@ -124,7 +124,7 @@ def head_peaked(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def head_frozen(bench: Bench) -> Iterator[dict[str, Any]]:
-    """A head that takes no gradient (LoRA), under any loss."""
+    """A head without a gradient (LoRA), under any loss."""
     rows, width = (64, 32) if bench.place.tiny else (32768, 4096)
     problem = Problem.of(rows, width, bench.place.vocabulary, bench.place.device, False).frozen()
     arms = {"tracegrad": OURS["generic"], "TRL chunked": PEERS["TRL chunked"], "full logits": PEERS["full logits"]}
@@ -135,7 +135,7 @@ def head_frozen(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def head_memory(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Peak beyond the inputs while the head takes no gradient itself, so that it is the chunk and d_hidden."""
+    """Peak beyond the inputs if the head has no gradient, so that it is the chunk and d_hidden."""
     rows, width = (64, 32) if bench.place.tiny else (32768, 4096)
     problem = Problem.of(rows, width, bench.place.vocabulary, bench.place.device, False).frozen()
     arms = {
@@ -188,7 +188,7 @@ def products(problem: Problem) -> Callable[[], None]:
 
 
 def errors(run: Callable[[], None], problem: Problem) -> dict[str, float]:
-    """Of both gradients, relative to those of the same bfloat16 inputs in float32."""
+    """Of both gradients, relative to gradients of the same bfloat16 inputs in float32."""
     run()
     found = [problem.hidden.grad, problem.weight.grad]
     hidden, weight = (x.detach().float().requires_grad_() for x in (problem.hidden, problem.weight))
@@ -198,7 +198,7 @@ def errors(run: Callable[[], None], problem: Problem) -> dict[str, float]:
     return dict(zip(("d_hidden_error", "d_weight_error"), gaps, strict=True))
 
 
-# --- whole models ---
+# --- complete models ---
 
 
 def tokens_per_second(bench: Bench, name: str, limit: float, must: float, peer: float, dtype: torch.dtype) -> Iterator:
@@ -229,7 +229,7 @@ def tokens_per_second(bench: Bench, name: str, limit: float, must: float, peer: 
 
 
 def trainer(bench: Bench) -> Iterator[dict[str, Any]]:
-    """GRPOTrainer.train() beside pack, correction and optimizer step: same traces, weights, loss, AdamW and clip."""
+    """GRPOTrainer.train() compared with pack, correction and optimizer step: equal traces, weights, loss and AdamW."""
     place = bench.place
     traces, budget = recorded_groups(place, 16)
     repeat = bench.clock.warm + bench.clock.repeat
@@ -388,7 +388,7 @@ def waited(run: Callable[[], Any]) -> int:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(each.message) for each in told)  # the mode itself warns of what it is
+    return sum("called a synchronizing" in str(each.message) for each in told)  # the mode itself prints a warning
 
 
 def _empty(place: Place) -> None:
@@ -410,4 +410,4 @@ ROWS: dict[str, Callable[[Bench], Iterator[dict[str, Any]]]] = {
     "longest": longest_row,
     "mask": block_masks,
 }
-"""By name, as `--rows` takes them."""
+"""By name, as `--rows` needs them."""

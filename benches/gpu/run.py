@@ -1,13 +1,13 @@
 """Measure the rows of rows.py on one GPU, each next to its peers:
 
-    python benches/gpu/run.py                              # all rows; each takes 10 minutes at most
-    python benches/gpu/run.py --rows head mask             # some of them; mask alone runs on a CPU too
+    python benches/gpu/run.py                              # all rows; each needs 10 minutes at most
+    python benches/gpu/run.py --rows head mask             # some of them; only mask runs on a CPU too
     python benches/gpu/run.py --quick --seconds 90         # 1 warm-up and 4 runs; each row stops measuring after 90 s
     python benches/gpu/run.py --tiny --out out/gpu/        # tiny sizes on a CPU, in float32: the arms agree
-    python benches/gpu/run.py --rehearse --out out/gpu/    # the same by the roads of a GPU: bfloat16, flex_attention
+    python benches/gpu/run.py --rehearse --out out/gpu/    # the same on GPU code paths: bfloat16, flex_attention
 
 Random weights and random ids; medians of 10 runs after 3, interleaved. Writes gpu_<device>.json after each arm and each
-round, so that a row which is ended leaves what it has measured; a row that is measured again takes the place of the one
+round, so that an interrupted row keeps its results; a row that is measured again replaces the one
 before. An arm that cannot run has the reason in `arms`; if it is one of ours, the exit status is 1.
 """
 
@@ -56,7 +56,7 @@ def measure(name: str, bench: Bench, device: str, command: str) -> Iterator[list
 
 
 def run_row(name: str, bench: Bench, device: str, command: str, path: Path) -> list[dict[str, Any]]:
-    """Measure a row, and write its records as soon as they exist, those of unfinished comparisons among them."""
+    """Measure a row, and write its records as soon as they exist, also of unfinished comparisons."""
     records: list[dict[str, Any]] = []
     arms: dict[str, Any] = {}
 
@@ -88,7 +88,7 @@ def shown(value: Any) -> str:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """For a terminal, and what did not run below it."""
+    """The table for a terminal, and below it the rows that did not run."""
     lines = [" | ".join(shown(record.get(column)) for column in COLUMNS) for record in records]
     skipped = {
         f"{name}: {told['skipped']}"

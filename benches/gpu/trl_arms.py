@@ -1,6 +1,6 @@
-"""TRL's own trainers on the tensors of `models.Traces`: GRPOTrainer as a whole, and its asynchronous trainer's tries.
+"""TRL's own trainers on the tensors of `models.Traces`: GRPOTrainer in full, and its asynchronous trainer's tries.
 
-What they generate is replaced by the traces; everything else is TRL's installed code.
+The traces replace their generations; everything else is TRL's installed code.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def train_ms(trainer: Any, place: Place) -> tuple[list[float], list[float]]:
 
 
 def trie_rows(traces: Traces, budget: int) -> list[Any]:
-    """The traces as TRL's planner places them: a row that holds their group, else a new one, within the budget."""
+    """The traces as TRL's planner places them: a row that has their group, else a new one, within the budget."""
     from trl.experimental.async_grpo.packing import TreeRow
 
     rows: list[Any] = []

@@ -19,7 +19,7 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2
 class Waits(TorchDispatchMode):
     """`seen` is how often each operation of `WAITING` ran, an index by a mask among them."""
 
-    supports_higher_order_operators = True  # flex_attention is one; what runs within it is not seen
+    supports_higher_order_operators = True  # flex_attention is one; operations inside it are not counted
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the time of one optimizer step of Qwen3-0.6B goes, by torch's profiler; and the head's kernels alone, for ncu.
+"""The time of one optimizer step of Qwen3-0.6B by kernel, by torch's profiler; and only the head's kernels, for ncu.
 
     python benches/gpu/where.py                     # kernels by time, launch gaps, host waits, the head's share
     ncu --clock-control none --set roofline -k regex:"_statistics|_gradient" -c 4 python benches/gpu/where.py --head
@@ -39,7 +39,7 @@ def step_of(place: Place) -> tuple[Any, Any]:
 
 
 def profiled(place: Place) -> dict[str, Any]:
-    """Device time by kernel over one whole step after two that compile, and what the device idled between."""
+    """Device time by kernel over one complete step after two that compile, and idle time of the device."""
     model, step = step_of(place)
     optimizer = adamw(model, place)
     precision = torch.bfloat16 if place.as_cuda else torch.float32
@@ -74,7 +74,7 @@ def times(seen: Any, place: Place) -> dict[str, Any]:
 
 
 def host_waits(place: Place) -> dict[str, int]:
-    """Calls that wait for the device in forward and backward of a step's rows; on CUDA torch's own count beside."""
+    """Calls that wait for the device in forward and backward of a step's rows; on CUDA with torch's own count."""
     model, step = step_of(place)
     run = passes(model, step, place)
     run()
@@ -112,7 +112,7 @@ def head_alone(place: Place) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Place], dict[str, Any]]] = {"head": head_alone, "step": profiled, "host_waits": host_waits}
-"""Counting waits comes last: attention is compiled once more under the mode that counts."""
+"""Waits are counted last: attention is compiled once more under the mode that counts."""
 
 
 def write_parts(place: Place, out: Path) -> None:

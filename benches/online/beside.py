@@ -1,20 +1,20 @@
-"""CPU seconds a step of what is ours beside playing and training: prepare, sync and record.
+"""CPU seconds a step of our own work other than rollouts and training: prepare, sync and record.
 
     python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
     python benches/online/beside.py --vllm-python .venv-vllm/bin/python --asked --out benches/results/online.json
 
-The clerk, 16 groups of 8 a step, played and trained in turns, by `tracegrad.online.train`. Counted are
+The clerk, 16 groups of 8 a step, played and trained alternately, by `tracegrad.online.train`. Counted are
 
 - prepare: groups found and read in the folder, the ledger, align, advantages, pack, the proof;
-- sync: weights written and brought to the server, the whole process from the end of the update to the resumed server;
-- record: calls taken into the session, the record made of them, group written.
+- sync: weights written and sent to the server, the complete process from the end of the update to the resumed server;
+- record: calls added to the session, their record made, group written.
 
 Playing is the rest of the collector (HTTP, tools, asyncio), training `Trainer.step`. Without --vllm-python the server
-is the tests' stand-in in a process of its own: slower, and alike to what is counted here. The first step is warm-up.
+is the tests' stand-in in a separate process: slower, but similar in the counted work. The first step is warm-up.
 
-With --asked, trainer and server compute in bf16, so that each step asks the server for the tokens that its weights are
-checked by, and measures them with this version and the one before. The CPU seconds of that in both processes are
-compared with those of the step: first for the steps that try all causes of a mistake, whatever that costs
+With --asked, trainer and server compute in bf16. Each step then requests the tokens of the weight-sync check from the
+server, and measures them with this version and the one before. The CPU seconds of that in both processes are compared
+with the CPU seconds of the step: first for the steps that try all causes of a mistake, whatever that costs
 (`tracegrad.online.weight_check.PUSHES`), then for the others.
 """
 
@@ -48,7 +48,7 @@ MUST, TRIAL = 0.10, 0.15
 
 
 class Meter:
-    """CPU seconds by part; what runs within another part is taken off that."""
+    """CPU seconds by part; what runs within another part is subtracted."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
@@ -89,7 +89,7 @@ def metered() -> Meter:
     meter.wrap(GroupReader, "read_new", "prepare")
     meter.wrap(buffer.ConsumedGroups, "add", "prepare")
     meter.wrap(training_loop.TrainingLoop, "_groups", "prepare")
-    # Nothing is played meanwhile, so that threads of the core count as well.
+    # There are no rollouts during this time, so that threads of the core count as well.
     meter.wrap(training_loop, "align", "prepare", time.process_time)
     meter.wrap(training_loop.TrainingLoop, "_packed", "prepare", time.process_time)
     meter.wrap(training_loop.TrainingLoop, "_step", "prepare", time.process_time)
@@ -111,7 +111,7 @@ def _stand_in(pipe: Any) -> None:
 
 @contextmanager
 def served(python: str | None, out: Path, dtype: str) -> Iterator[tuple[str, int | None]]:
-    """URL and process of a server, vLLM's or the stand-in's."""
+    """URL and process of a server, of vLLM or simulated."""
     if python:
         with started(python, out, dtype=dtype) as server:
             yield server.url, server.process.pid
@@ -127,7 +127,7 @@ def served(python: str | None, out: Path, dtype: str) -> Iterator[tuple[str, int
 
 
 class Watch:
-    """A sink that begins to count after the first steps: the collector's thread, the whole process, and the server's.
+    """A sink that starts to count after the first steps: the collector's thread, the process and the server.
 
     Args:
         meter: of the parts.

@@ -2,7 +2,7 @@
 
     python benches/online/faults.py --vllm-python .venv-vllm/bin/python --page docs/explanation/benchmarks.md
 
-One server for float32 and one for bfloat16; two seeds of each fault, and one clean run. The table goes into the page.
+One server for float32 and one for bfloat16; two seeds of each fault, and one clean run. Writes the table into the page.
 """
 
 import argparse
@@ -21,7 +21,7 @@ COMMAND = "python benches/online/faults.py --vllm-python .venv-vllm/bin/python -
 
 
 def main() -> int:
-    """Run every fault, print what was named, and write the table; 1 where a fault was not named."""
+    """Run every fault, print the named cause, and write the table; 1 if a fault was not named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--seeds", type=int, default=2)

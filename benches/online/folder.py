@@ -1,13 +1,13 @@
-"""Recorded calls to a Step on one core: a folder of played groups beside the same traces in one file.
+"""Recorded calls to a Step on one core: a folder of played groups compared with the same traces in one file.
 
     python benches/online/folder.py --out benches/results/online.json
 
-The folder's road is the loop's: `GroupReader`, then for each step of 16 groups concatenate, align, advantages, pack.
+The folder's path is the loop's: `GroupReader`, then for each step of 16 groups concatenate, align, advantages, pack.
 The
-file's is a user's: `tracegrad.read` of the whole JSONL (plain, and compressed as the zstd command does: one frame with
-a checksum, as each of the folder's has), align, advantages, pack into steps of as many groups. Rates are tokens of
-packed rows, prompts among them, by CPU seconds; the fastest of some rounds, taken in turns. The records are those of
-the example with ids recorded, `--copies` times, or of a run's folder. `--instructions` counts what each road executes
+file's is a user's: `tracegrad.read` of the complete JSONL (plain, and compressed as the zstd command does: one frame
+with a checksum, as each of the folder's has), align, advantages, pack into steps of as many groups. Rates are tokens of
+packed rows, prompts among them, by CPU seconds; the fastest of some alternating rounds. The records are of
+the example with ids recorded, `--copies` times, or of a run's folder. `--instructions` counts what each path executes
 instead, by valgrind: a second round less the first. That figure does not depend on what else the machine does.
 """
 
@@ -80,7 +80,7 @@ def by_folder(folder: Path, tokenizer: tg.Tokenizer) -> int:
 
 
 def measured(roads: dict[str, Callable[[], int]], rounds: int) -> dict[str, float]:
-    """Tokens a CPU second of each road."""
+    """Tokens per CPU second of each path."""
     best = dict.fromkeys(roads, np.inf)
     tokens = {}
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def measured(roads: dict[str, Callable[[], int]], rounds: int) -> dict[str, floa
 
 
 def roads_of(folder: Path, tokenizer: tg.Tokenizer) -> dict[str, Callable[[], int]]:
-    """Each road by name."""
+    """Each path by name."""
     return {
         "folder": lambda: by_folder(folder / "played", tokenizer),
         "file": lambda: step_of(tg.read(folder / "all.jsonl"), tokenizer),
@@ -102,7 +102,7 @@ def roads_of(folder: Path, tokenizer: tg.Tokenizer) -> dict[str, Callable[[], in
 
 
 def instructions(road: str, folder: Path, model: Path) -> int:
-    """That a road executes."""
+    """Instructions that a path executes."""
 
     def spent(rounds: int) -> int:
         call = f"import folder; folder.again({road!r}, {str(folder)!r}, {str(model)!r}, {rounds})"
@@ -124,7 +124,7 @@ def instructions(road: str, folder: Path, model: Path) -> int:
 
 
 def again(road: str, folder: str, model: str, rounds: int) -> None:
-    """A road some times, in a process of its own."""
+    """Run a path several times in a separate process."""
     work = roads_of(Path(folder), tg.Tokenizer.from_pretrained(model))[road]
     for _ in range(rounds):
         work()

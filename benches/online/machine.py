@@ -1,4 +1,4 @@
-"""What the benches of the online loop share: the example's task, CPU seconds of processes, and where results go."""
+"""Shared code of the benches of the online loop: the example's task, CPU seconds of processes, and where results go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def seconds_of(pid: int) -> float:
             continue
         try:
             fields = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended already
             continue
         parents.setdefault(int(fields[1]), []).append(int(entry.name))
         spent[int(entry.name)] = TICK_S * sum(map(int, fields[11:15]))
@@ -40,13 +40,13 @@ def seconds_of(pid: int) -> float:
 
 
 def row(name: str, command: str, **told: Any) -> dict[str, Any]:
-    """A row of the results: what was measured, and where."""
+    """A row of the results: the measurement and its machine."""
     machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     return {"name": name, **told, **machine, "python": platform.python_version(), "command": command}
 
 
 def keep(path: Path | None, rows: list[Mapping[str, Any]]) -> None:
-    """Writes rows, in place of those of the same names, into a file of results."""
+    """Writes rows, and replace rows of the same names, into a file of results."""
     if path is None:
         return
     before = json.loads(path.read_text()) if path.exists() else []

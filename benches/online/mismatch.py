@@ -4,13 +4,13 @@
 
 FlashRL's case, coarser than its int8: every linear layer of the blocks is rounded to nearest, symmetric, one scale for
 each output channel, before each step's playing; trainer and evaluation stay float32. The clerk is played by
-transformers with the rounded copy, its logprobs recorded as a server gives them. Three arms:
+transformers with the rounded copy, its logprobs recorded as by a server. Three arms:
 
 - corrected: `presets.DAPO`, whose weight is min(old/rollout, 2) at each token, truncated importance sampling;
-- uncorrected: the same without that weight, the rollout taken as if the trained policy had sampled it;
-- by trace: the same with one weight for a whole trace, min(product of old/rollout over its tokens, 2).
+- uncorrected: the same without that weight, as if the trained policy had sampled the rollout;
+- by trace: the same with one weight for a complete trace, min(product of old/rollout over its tokens, 2).
 
-Success is of the policy that is trained, one sample of fresh prompts at temperature 1. There is no server and so no
+Success is of the policy that is trained, one sample of fresh prompts at temperature 1. There is no server, therefore no
 proof, which would stop such a run at its first step.
 """
 
@@ -47,7 +47,7 @@ ARMS = {
 
 @torch.no_grad()
 def rounded(model: Any, bits: int) -> Any:
-    """A copy whose blocks' linear layers are rounded to so many bits."""
+    """A copy whose blocks' linear layers are rounded to this number of bits."""
     copied = copy.deepcopy(model).eval()
     most = 2 ** (bits - 1) - 1
     for name, layer in copied.named_modules():
@@ -116,7 +116,7 @@ def played(model: Any, tokenizer: Any, prompts: list[task.Prompt], version: int,
 
 
 def run(arm: str, seed: int, options: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """One run: reward of each step, the mismatch that was seen, and success in the end."""
+    """One run: reward of each step, the measured mismatch, and success in the end."""
     torch.manual_seed(seed)
     model, hf = rollout.load(machine.MODEL)
     tokenizer, generator = tg.Tokenizer.from_pretrained(machine.MODEL), torch.Generator().manual_seed(seed)

@@ -1,12 +1,12 @@
-"""The clerk by ours and by TRL's GRPOTrainer: CPU seconds of all processes, and success on prompts never seen.
+"""The clerk by ours and by TRL's GRPOTrainer: CPU seconds of all processes, and success on prompts that are new.
 
     python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
 
 Same model, prompts (16 a step, 8 samples each), reward, objective (DAPO's clip, one mean over all terms), optimizer and
-number of updates; each arm in a process of its own, trainers of one thread. Ours leaves out what changes no gradient
+number of updates; each arm in a separate process, trainers of one thread. Ours leaves out what changes no gradient
 (`pack.skip_zero_weight`, which TRL has not), and plays by vLLM in two ways: in the trainer's process (`servers=
 "in-process"`, run by vLLM's interpreter), and by a server, which computes in its engine's process. TRL generates by
-transformers, in its own process: its road by a vLLM server pushes weights by NCCL alone and raises NotImplementedError
+transformers, in its own process: its path by a vLLM server pushes weights only by NCCL and raises NotImplementedError
 for a trainer that is not on CUDA (`VLLMClient.init_communicator`). CPU seconds are user and system, from the call of
 `train` to its return; models and vLLM are loaded before (`start_s`). Success is one sample of 512 prompts at
 temperature 1, played by transformers for all.

@@ -1,8 +1,8 @@
 """Calls a second of the recording proxy on one core: 64 sampled tokens with logprobs each, server in another process.
 
 The clients are a third process. Sessions are kept in files call by call and written as groups, as `tracegrad
-proxy` does. CPU seconds are the proxy's own, so that calls a second of a core is what it could do alone; wall time says
-what came through here.
+proxy` does. CPU seconds are the proxy's own, so calls per second and core exclude other processes; wall time says
+the throughput.
 
     python benches/online/proxy.py --out benches/results/online.json
 """
@@ -28,7 +28,7 @@ TOKENS, PROMPT = 64, 256
 
 
 def response(stream: bool) -> bytes:
-    """What a vLLM answers: 64 tokens with logprobs and ids after a prompt of 256."""
+    """The answer of a vLLM server: 64 tokens with logprobs and ids after a prompt of 256."""
     entries = [
         {"token": f" w{one}", "logprob": -0.9253435134887695 - one / 7, "bytes": [32, 119, 48], "top_logprobs": []}
         for one in range(TOKENS)
@@ -54,7 +54,7 @@ def response(stream: bool) -> bytes:
 
 
 async def _head(reader: asyncio.StreamReader) -> bytes:
-    """The head of the next request; empty where the client has closed."""
+    """The head of the next request; empty if the client has closed."""
     try:
         return await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -62,7 +62,7 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
 
 
 def serve(listening: socket.socket, stream: bool) -> None:
-    """A server that answers every request alike, on the bare protocol so that it takes little of the machine."""
+    """A server that answers every request alike, on the bare protocol so that it needs little CPU time."""
     body = response(stream)
     kind = "text/event-stream" if stream else "application/json"
     answer = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
@@ -84,7 +84,7 @@ def serve(listening: socket.socket, stream: bool) -> None:
 
 
 def drive(url: str, calls: int, clients: int, stream: bool) -> None:
-    """`clients` sessions at once, four calls and a reward each, until so many calls are made."""
+    """`clients` sessions at once, four calls and a reward each, until this number of calls is reached."""
     messages = [{"role": "system", "content": "You are a clerk. " * 20}, {"role": "user", "content": "2 x 20? " * 10}]
     body = json.dumps({"model": "clerk", "messages": messages, "max_tokens": TOKENS, "stream": stream}).encode()
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
@@ -107,7 +107,7 @@ def drive(url: str, calls: int, clients: int, stream: bool) -> None:
 
 
 async def measure(calls: int, clients: int, stream: bool, out: Path) -> dict[str, float]:
-    """Seconds of wall and of the proxy's CPU for so many calls, recorded and written."""
+    """Seconds of wall and of the proxy's CPU for this number of calls, recorded and written."""
     from tracegrad.online.buffer import ROLLOUT_FOLDER, GroupWriter
     from tracegrad.rollout.proxy import Proxy
     from tracegrad.rollout.proxy_journal import Journal

@@ -2,11 +2,11 @@
 
     python benches/online/sync_noise.py --vllm-python .venv-vllm/bin/python --out benches/results/sync_noise.json
 
-Five tiny models of different families play one-turn tasks; each takes steps at two learning rates. At each step the
-servers are asked as the check of weights asks them. What they say is compared with the policy that was pushed (clean)
+Five tiny models of different families play one-turn tasks; each makes steps at two learning rates. At each step the
+servers get the requests of the weight-sync check. Their logprobs are compared with the policy that was pushed (clean)
 and, after the next update, with the policy that they would have missed (missed). After a clean push every cause is
-tried as well: the shares of the difference that the nearest one gives, and how far the servers are on the way back to
-the version before. The bounds in `online/logprob_gap.py` come from the table that this prints. A check that ends
+tried as well: the shares of the difference that the nearest one explains, and how close the servers are to the previous
+version. The bounds in `online/logprob_gap.py` are from the table that this prints. A check that ends
 a clean run is counted as a false alarm.
 """
 
@@ -47,7 +47,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "
 
 
 def make(family: str, folder: Path, steps: int) -> Path:
-    """A small model of a family, which has seen the clerk's demonstrations for some steps."""
+    """A small model of a family, trained on the clerk's demonstrations for some steps."""
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED, trust_remote_code=False)
     kinds = {"vocab_size": make_model.VOCABULARY, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.06}
@@ -64,7 +64,7 @@ def make(family: str, folder: Path, steps: int) -> Path:
 
 
 class Watch:
-    """What each check saw, beside what it would have seen had the push been missed."""
+    """The measurement of each check, and what it would have measured without the push."""
 
     def __init__(self, first: Path) -> None:
         self.first = first
@@ -108,7 +108,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watched(watch: Watch):
-    """No bound ends the run meanwhile."""
+    """No bound ends the run during this time."""
     ask, bounds = ProbeSampler.ask, (logprob_gap.BF16_MEDIAN, logprob_gap.BF16_P99)
     try:
         ProbeSampler.ask = lambda self, salt=None: watch(self, ask(self, salt))
@@ -120,7 +120,7 @@ def watched(watch: Watch):
 
 
 def steps(model: Path, url: str, out: Path, rate: float, count: int) -> Watch:
-    """A run whose servers are asked at each step."""
+    """A run whose servers are checked at each step."""
     watch = Watch(model)
     config = tg.config.Config(
         optimizer=tg.config.Optimizer(lr=rate), train=tg.config.Train(groups_per_step=4, dtype="bf16")

@@ -1,7 +1,7 @@
 """The clerk trained by `tracegrad.online.train` with vLLM on this CPU. An arm of `peer.py`.
 
 With --vllm-python against a server, else with `vllm.LLM` in this process, which is then vLLM's interpreter. CPU seconds
-are counted from the call of `train` on: the start of vLLM is no part of a run, and told by itself.
+are counted from the call of `train` on: the start of vLLM is not part of a run, and reported separately.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def started(python: str, out: Path, **engine: Any) -> Any:
 
 @dataclass(frozen=True)
 class Player:
-    """What plays: arguments of `train` that say so, and the server's process where there is one."""
+    """The rollouts: arguments of `train` that say so, and the server's process if there is one."""
 
     told: dict[str, Any]
     pid: int | None = None
 
     def seconds(self) -> float:
-        """CPU seconds beside this process's own."""
+        """CPU seconds other than this process's own."""
         return machine.seconds_of(self.pid) if self.pid else 0.0
 
 

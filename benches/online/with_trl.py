@@ -1,6 +1,6 @@
 """The clerk trained by TRL's GRPOTrainer: its generation by transformers, its tools, its loop. An arm of `peer.py`.
 
-Prompts, tools, rewards, groups and updates are those of `with_ours.py`. The model sees the same text: TRL makes schemas
+Prompts, tools, rewards, groups and updates come from `with_ours.py`. The model reads the same text: TRL makes schemas
 from docstrings, so the template writes the task's own in their place.
 """
 
@@ -19,12 +19,12 @@ import machine
 import rollout
 import task
 
-# A completion of TRL is all turns with what the tools answered in between; a turn is cut by `max_new_tokens`.
+# A completion of TRL is all turns and the tool results between them; a turn is truncated by `max_new_tokens`.
 LONGEST = 512
 
 
 class Shop:
-    """The tools of one customer, as `environment_factory` takes them."""
+    """The tools of one customer, as `environment_factory` needs them."""
 
     def reset(self, **row: Any) -> None:
         """Another customer."""

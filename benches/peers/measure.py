@@ -1,6 +1,6 @@
-"""One measurement in a process of its own: `python benches/peers/measure.py TASK FILE --cores 1`, one JSON object.
+"""One measurement in a separate process: `python benches/peers/measure.py TASK FILE --cores 1`, one JSON object.
 
-`run.py` starts it. Tasks are the functions of `ours` and `parts`, and trl, art and skyrl: the peers' whole roads.
+`run.py` starts it. Tasks are the functions of `ours` and `parts`, and trl, art and skyrl: peers' complete pipelines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(task: str, file: str, folder: Path, rounds: int, tokens_per_row: int
 
 
 def road(name: str, folder: Path, file: str, rounds: int, tokens_per_row: int) -> dict[str, Any]:
-    """A peer's whole road, timed; then its tensors beside ours, row by row."""
+    """A peer's complete pipeline, timed; then its tensors compared with ours, row by row."""
     from timing import fastest
 
     module = importlib.import_module(f"with_{name}")
@@ -64,7 +64,7 @@ def road(name: str, folder: Path, file: str, rounds: int, tokens_per_row: int) -
 
 
 def pin(cores: int) -> None:
-    """To so many cores, and as many threads for everybody's pools."""
+    """To this number of cores, and as many threads for everybody's pools."""
     if cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     threads = str(cores or len(os.sched_getaffinity(0)))

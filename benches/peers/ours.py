@@ -1,4 +1,4 @@
-"""The stages of the data road through tracegrad's public Python names, each as a function of a workload's folder."""
+"""The stages of the data pipeline by tracegrad's public Python names, each a function of a workload's folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tracegrad.alignment.tokenizer import Template
 from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES
 
 Found = dict[str, Any]
-# Bytes that `Sequences` holds of a token: ids, turn, version, logprob and inverse temperature of 4, three of 1.
+# Bytes that `Sequences` stores for a token: ids, turn, version, logprob and inverse temperature of 4, three of 1.
 TOKEN_BYTES = 23
-# Longer than what the tokenizer remembers, so that warm is not a memo hit.
+# Longer than the tokenizer's cached texts, so that warm is not a cache hit.
 PIECE = 96 << 10
 # As many pieces are compared with the reference, which is slow.
 SOME = 12
@@ -54,7 +54,7 @@ def load(folder: Path, file: str, rounds: int) -> Found:
 
 
 def memory(folder: Path, file: str, rounds: int) -> Found:
-    """What the process holds more when it has read eight files of the size, as one; no round is warm."""
+    """Additional memory of the process after it has read eight files of the size, as one; no round is warm."""
     del rounds
     path = folder / f"memory-{file}"
     with path.open("wb") as all_of_it:
@@ -102,7 +102,7 @@ def align(folder: Path, file: str, rounds: int) -> Found:
 
 
 def chat(folder: Path, file: str, rounds: int, tokens_per_row: int) -> Found:
-    """The whole road: a file to packed torch tensors, prefixes shared; the share of each part; and a second pass."""
+    """The complete pipeline, a file to packed tensors with shared prefixes; the share of each part; a second pass."""
     parts = dict.fromkeys(("read", "align", "pack", "tensors"), float("inf"))
 
     def run(tokenizer: tg.Tokenizer) -> Any:
@@ -163,14 +163,14 @@ def conversations(path: Path) -> list[dict[str, Any]]:
 
 
 def hash_of(text: str) -> str:
-    """A text's digest: two processes compare what they made."""
+    """A text's digest: two processes compare their results."""
     import hashlib
 
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def prompts(folder: Path, file: str, rounds: int) -> Found:
-    """Groups of eight that share a prompt of 20 KB, and eight prompts of their own: what a rendered prompt saves."""
+    """Groups of eight that share a prompt of 20 KB, and eight prompts of their own: the saving by a rendered prompt."""
     chats = conversations(folder / file)
     seconds = {}
     for name, pick in {"shared": lambda at: at // 8, "own": lambda at: at}.items():
@@ -182,14 +182,14 @@ def prompts(folder: Path, file: str, rounds: int) -> Found:
 
 
 def prompted(chat: dict[str, Any], at: int) -> dict[str, Any]:
-    """A trace of one short answer behind a conversation in which nothing else was sampled."""
+    """A trace of one short answer after a conversation in which nothing else was sampled."""
     given = [{**message, "sampled": False} for message in chat["messages"][:-1]]
     answer = {"role": "assistant", "content": "4", "generation": {"token_ids": [19, 151645], "logprobs": [-0.5, -0.1]}}
     return {"format": "tracegrad/1", "id": str(at), "reward": at, "tools": chat["tools"], "messages": [*given, answer]}
 
 
 def tokenize(folder: Path, file: str, rounds: int) -> Found:
-    """Text to ids by one tokenizer: a thread's first call, text not seen before, seen once, and remembered chunks."""
+    """Text to ids by one tokenizer: a thread's first call, new text, text that was used once, and cached chunks."""
     tokenizer = tg.Tokenizer.from_pretrained(folder.parent / file)
     pieces = texts(12 << 20)
     began = time.perf_counter()

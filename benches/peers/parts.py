@@ -1,4 +1,4 @@
-"""The packages that peers stand on, stage by stage: orjson, jinja2 as transformers compiles it, and tokenizers."""
+"""The packages that peers use, stage by stage: orjson, jinja2 as transformers compiles it, and tokenizers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rows of final tensors, taken apart again so that two libraries' can be compared: ids, which are trained, logprobs.
+"""Rows of final tensors, split again so that two libraries' can be compared: ids, which are trained, logprobs.
 
-Here are `Row`, `ours` and `compare`. A row ends behind its last trained token, as what follows has no part in the loss.
+Here are `Row`, `ours` and `compare`. A row ends after its last trained token, as what follows has no part in the loss.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The data road beside its peers, stage by stage: `make bench-peers`.
+"""The data path compared with its peers, stage by stage: `make bench-peers`.
 
     python benches/peers/run.py --out benches/results/data_path.json
 
-Makes the workload, runs each measurement in a process of its own, prints a table, and writes a list of rows: stage,
-peer, peer_rate, rate, unit, ratio, limit, cores, machine, command, and what the stage is to reach (`must`, `reached`).
-A row without a peer has null there. The limit is what the machine can do, where memory is what bounds a stage.
+Makes the workload, runs each measurement in a separate process, prints a table, and writes a list of rows: stage,
+peer, peer_rate, rate, unit, ratio, limit, cores, machine, command, and the goals of the stage (`must`, `reached`).
+A row without a peer has null there. The limit is a property of the machine, if memory bounds a stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 Found = dict[str, Any]
 MEGA, GIGA = 1e6, 1e9
 
-# Why a stage stays below what it must reach, by how its name begins: from profiles of that stage.
+# Reasons why a stage misses its goal, by the start of its name: from profiles of that stage.
 CAUSES = {
     "load a tokenizer, first": "fastokens builds its tables on one thread (two thirds of it); a later load reads ours",
     "ingest, text-heavy": "each message is a map of strings: a third of the time is taking and first touching memory",
@@ -59,7 +59,7 @@ class Bench:
     def measure(self, task: str, file: str = "-", cores: int = 1, rounds: int | None = None) -> Found:
         """What `measure.py` found; each measurement is made once."""
         key = (task, file, cores)
-        # What other tasks have let go of would hide what a file takes, so memory is always a process of its own.
+        # Memory that other tasks freed would hide the memory of a file, so it is measured in a separate process.
         if key not in self.kept and not self.alone and task != "memory":
             self.kept[key] = measure.measure(task, file, self.folder, 1, self.tokens_per_row)
         elif key not in self.kept:
@@ -74,7 +74,7 @@ class Bench:
         return self.kept[key]
 
     def row(self, stage: str, rate: float, unit: str, *, peer: str | None = None, **more: Any) -> None:
-        """Adds a row; `must` is what the rate has to be, `must_ratio` what the ratio has to be."""
+        """Add a row; `must` is the required rate, `must_ratio` the required ratio."""
         theirs, cores = more.pop("peer_rate", None), more.pop("cores", 1)
         ratio = rate / theirs if theirs else None
         must, least = more.get("must"), more.get("must_ratio")
@@ -86,7 +86,7 @@ class Bench:
             note["cause"] = next((text for begins, text in CAUSES.items() if stage.startswith(begins)), "not known")
         self.rows.append({**found, "command": self.shown, "reached": reached, **more, **note})
         if self.out:
-            # A run that is broken off leaves what it has measured.
+            # An interrupted run keeps its results so far.
             self.out.write_text(json.dumps(self.rows, indent=1) + "\n")
 
 
@@ -99,7 +99,7 @@ def machine() -> str:
 
 
 def ingest(bench: Bench) -> None:
-    """Files to traces beside orjson."""
+    """Files to traces compared with orjson."""
     text, logprobs = {"stream": (0.8, 1.0), "read": (0.65, 0.9)}, {"stream": (1.0, 1.4), "read": (1.0, 1.4)}
     wanted = {
         "text.jsonl": ("ingest, text-heavy", text),
@@ -109,7 +109,7 @@ def ingest(bench: Bench) -> None:
     }
     for file, (stage, reach) in wanted.items():
         theirs = bench.measure("orjson", file)
-        # orjson's dicts are let go line by line; `read` keeps what it made, `stream` does not.
+        # orjson's dicts are freed line by line; `read` keeps its results, `stream` does not.
         for task, kept in (("stream", ""), ("read", ", all kept")):
             must, stretch = reach[task]
             mine = bench.measure(task, file)
@@ -123,7 +123,7 @@ def ingest(bench: Bench) -> None:
 
 
 def render(bench: Bench) -> None:
-    """Qwen3's template beside jinja2; the texts are the same."""
+    """Qwen3's template compared with jinja2; the texts are the same."""
     mine, theirs = bench.measure("render", "text.jsonl"), bench.measure("jinja2", "text.jsonl")
     if mine["texts"] != theirs["texts"]:
         raise SystemExit("render: the texts differ from jinja2's.")
@@ -142,7 +142,7 @@ def render(bench: Bench) -> None:
 
 
 def tokenize(bench: Bench) -> None:
-    """Two tokenizers beside the tokenizers package; the ids are the same."""
+    """Two tokenizers compared with the tokenizers package; the ids are the same."""
     for model in ("deepseek", "qwen"):
         mine, theirs = bench.measure("tokenize", model), bench.measure("tokenizers", model)
         if mine["ids"] != theirs["ids"]:
@@ -178,7 +178,7 @@ def load(bench: Bench) -> None:
 
 
 def align(bench: Bench) -> None:
-    """Aligning alone: tokens told by bytes, and by ids; the second beside copying what it writes."""
+    """Only aligning: tokens recorded as bytes, and as ids; the second compared with copying its output."""
     pace = bench.measure("bandwidth")
     for stage, file, must in (
         ("align, byte remap", "chat-text.jsonl", 20),
@@ -198,7 +198,7 @@ def align(bench: Bench) -> None:
 
 
 def roads(bench: Bench, peers: list[str]) -> None:
-    """The whole road on the same bytes, on one core and on all; tensors compared row by row."""
+    """The complete pipeline on the same bytes, on one core and on all; tensors compared row by row."""
     for file, told in (("chat-ids.jsonl", "token_id:N"), ("chat-text.jsonl", "texts")):
         for cores in (1, 0):
             # TRL's ids are in the tokens' names: it cannot read texts.
@@ -207,7 +207,7 @@ def roads(bench: Bench, peers: list[str]) -> None:
 
 
 def road(bench: Bench, file: str, stage: str, cores: int, peers: list[str]) -> None:
-    """A row for each peer, and three beside the best of them: counting sampled tokens, all tokens, and bytes."""
+    """A row for each peer, and three compared with the best of them: counting sampled tokens, all tokens, and bytes."""
     mine = bench.measure("chat", file, cores)
     size, seconds = mine["bytes"], mine["seconds"]
     own = {
@@ -243,17 +243,17 @@ def road(bench: Bench, file: str, stage: str, cores: int, peers: list[str]) -> N
 
 
 def check(peer: str, file: str, found: Found) -> None:
-    """The same tensors wherever the peer is right: what it may differ in is said here, and nothing else is let pass."""
+    """The same tensors wherever the peer is right. The allowed differences are listed here."""
     wrong = found["other_mask"] + found["other_logprobs"]
     if peer == "art" and file == "chat-text.jsonl":
-        # It looks the decoded text up in the vocabulary, which holds other spellings: no row has its ids.
+        # It looks the decoded text up in the vocabulary, which has other spellings: no row has its ids.
         return
     if wrong or not found["equal"]:
         raise SystemExit(f"{peer} on {file}: {found}. Its tensors differ from ours where they have to be equal.")
 
 
 def cores(bench: Bench) -> None:
-    """Two cores beside one."""
+    """Two cores compared with one."""
     if (os.cpu_count() or 1) < 2:
         return
     for stage, task, file, name in (

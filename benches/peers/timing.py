@@ -1,4 +1,4 @@
-"""How long a thing takes: the fastest of some rounds, by the wall and by this process's own CPU time."""
+"""The time of a function: the fastest of some rounds, by the wall and by this process's own CPU time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Took:
-    """Seconds of the fastest round by the wall, and of the cheapest by the processor; what the last one gave."""
+    """Seconds of the fastest round by the wall, and of the cheapest by the processor; the result of the last one."""
 
     seconds: float
     cpu_s: float
@@ -18,12 +18,12 @@ class Took:
 
 
 def fastest(run: Callable[..., Any], rounds: int, ready: Callable[[], Any] | None = None) -> Took:
-    """Runs a thing `rounds` times; give one round more than you mean where a first one warms caches.
+    """Runs a thing `rounds` times; give one round more than you mean if a first one warms caches.
 
     Args:
-        run: what is timed.
+        run: the timed function.
         rounds: how often.
-        ready: called before each round, off the clock; what it gives is what `run` gets.
+        ready: called before each round, off the clock; its result is the argument of `run`.
     """
     found = Took(float("inf"), float("inf"), None)
     for _ in range(rounds):

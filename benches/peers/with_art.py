@@ -1,4 +1,4 @@
-"""ART's road from recorded choices to packed tensors: `tokenize_trajectory_groups`, then `packed_tensors_from_...`."""
+"""ART's path from recorded choices to packed tensors: `tokenize_trajectory_groups`, then `packed_tensors_from_...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = "openpipe-art"
 
 
 class Road:
-    """Built once: imports and the tokenizer are no part of the time."""
+    """Built once: imports and the tokenizer are not timed."""
 
     def __init__(self, model: Path) -> None:
         from art.preprocessing.pack import packed_tensors_from_tokenized_results
@@ -42,7 +42,7 @@ class Road:
         return self.trajectory(messages_and_choices=entries, tools=record.get("tools"), reward=record["reward"])
 
     def rows(self, tensors: Any) -> list[Row]:
-        """Each answer behind the prompt that it shares: runs of one group id, a prompt's own and then the answers'."""
+        """Each answer after the prompt that it shares: runs of one group id, a prompt's own and then the answers'."""
         found = []
         names = ("tokens", "group_ids", "parent_ids", "assistant_mask", "logprobs")
         for tokens, group, parent, mask, logprobs in zip(*(tensors[name].numpy() for name in names), strict=True):

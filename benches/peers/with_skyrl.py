@@ -1,4 +1,4 @@
-"""SkyRL's road for agents that record messages: each message encoded again, then one left-padded batch."""
+"""SkyRL's path for agents that record messages: each message encoded again, then one left-padded batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VERSION = "skyrl"
 
 
 class Road:
-    """Built once: imports and the tokenizer are no part of the time."""
+    """Built once: imports and the tokenizer are not timed."""
 
     def __init__(self, model: Path) -> None:
         from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
@@ -27,7 +27,7 @@ class Road:
         )
 
     def run(self, path: Path, tokens_per_row: int) -> tuple[Any, int]:
-        """Batch tensors, and how many traces were left out: a count of logprobs that is not that of the new ids."""
+        """Batch tensors, and how many traces were left out: because the numbers of logprobs and new ids differ."""
         del tokens_per_row  # It pads, and does not pack.
         columns: list[list[Any]] = [[], [], [], [], []]
         refused = 0
@@ -54,7 +54,7 @@ class Road:
         return prompt, response, [0.0] * (len(response) - 1) + [record["reward"]], mask, rollout
 
     def rows(self, tensors: Any) -> list[Row]:
-        """Sequences without their padding; response tensors stand at the right."""
+        """Sequences without their padding; response tensors are right-aligned."""
         ids, attention, action, _, mask, logprobs, _ = tensors
         found = []
         for row in range(len(ids)):

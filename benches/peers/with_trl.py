@@ -1,6 +1,6 @@
-"""TRL's road for multi-turn traces: AsyncGRPO's reconciliation of turns, its planner and its collator.
+"""TRL's path for multi-turn traces: AsyncGRPO's reconciliation of turns, its planner and its collator.
 
-Ids and logprobs are taken from the entries as the worker takes them from a response, by one comprehension each.
+Ids and logprobs are read from the entries as the worker reads them from a response, by one comprehension each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORK_THRESHOLD = 1024  # AsyncGRPOConfig's default
 
 
 class Road:
-    """Built once: imports and the tokenizer are no part of the time."""
+    """Built once: imports and the tokenizer are not timed."""
 
     def __init__(self, model: Path) -> None:
         from transformers import AutoTokenizer

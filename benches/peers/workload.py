@@ -1,7 +1,7 @@
 """One recording, the same bytes for everybody: agents' conversations with tools, eight of each prompt.
 
-Here is `make`, which writes the files of `FILES` into a folder. Text is that of Python's standard library, so a version
-of Python makes the same bytes anywhere; ids are those of the `tokenizers` package, so nothing of ours takes part.
+Here is `make`, which writes the files of `FILES` into a folder. Text comes from Python's standard library, so a version
+of Python makes the same bytes anywhere; ids come from the `tokenizers` package, so none of our code is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ GROUP = 8
 # Of `text.jsonl`, for each group: its lines are repeated.
 TEXT_BYTES = 2 << 20
 TURNS = 6
-# What stands after a comma and a colon: as JavaScript and vLLM write, as Python's json does, and neither.
+# The text after a comma and a colon: as JavaScript and vLLM write, as Python's json does, and neither.
 LAYOUTS = {"compact": (",", ":"), "python": (", ", ": "), "spaced": (" , ", " : ")}
 END = "<|im_end|>"
 
 
 @dataclass
 class Turn:
-    """What the policy sampled: a message, and its tokens."""
+    """The sampled turn: a message, and its tokens."""
 
     message: dict[str, Any]
     ids: list[int]
@@ -103,7 +103,7 @@ class Writer:
         self.end = self.vocabulary[END]
 
     def words(self, size: int) -> str:
-        """Some lines that stand together, about `size` characters, with a number of their own."""
+        """Some adjacent lines, about `size` characters, with a number of their own."""
         at = self.chance.randrange(len(self.lines) - 200)
         taken: list[str] = []
         have = 0
@@ -115,7 +115,7 @@ class Writer:
         return f"{odd} {self.chance.randrange(10**6)}: " + "\n".join(taken)
 
     def turn(self, message: dict[str, Any], said: str) -> Turn:
-        """Samples a message: its canonical ids, in one of fifty turns with a token cut in two, and numbers."""
+        """Samples a message: its canonical ids, in one of fifty turns with a token split in two, and numbers."""
         ids = [*self.tokenizer.encode(said, add_special_tokens=False).ids, self.end]
         if self.chance.random() < 0.02:
             self._cut(ids)
@@ -177,7 +177,7 @@ class Tokens:
         self.byte_of = {glyph: byte for byte, glyph in bytes_to_unicode().items()}
 
     def _parts(self, token: int) -> tuple[str, str]:
-        """What is written of a token before and behind its logprob."""
+        """Text of a token before and after its logprob."""
         if token not in self.made:
             spelling = self.writer.spelling[token]
             added = not set(spelling) <= self.byte_of.keys() or spelling.startswith("<|")
@@ -250,7 +250,7 @@ def _head(one: Conversation) -> dict[str, Any]:
 
 
 def make(folder: Path, model: Path, groups: int) -> dict[str, Any]:
-    """Writes the files and `workload.json`, which counts what is in them; does nothing where they are there.
+    """Write the files and `workload.json` with their counts; do nothing if they exist.
 
     `chat-ids.jsonl` names tokens as vLLM does with return_tokens_as_token_ids, `chat-text.jsonl` by their text;
     `chat-ids-python.jsonl` and `chat-ids-spaced.jsonl` are the first in other layouts; `text.jsonl` has no tokens;
@@ -284,7 +284,7 @@ def make(folder: Path, model: Path, groups: int) -> dict[str, Any]:
 
 
 def _chatml(writer: Writer) -> Any:
-    """Ids of what stands between two sampled texts, as the Qwen template writes it."""
+    """Ids of the text between two sampled texts, as the Qwen template writes it."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(tokenizer_object=writer.tokenizer)

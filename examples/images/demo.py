@@ -1,4 +1,4 @@
-"""Success before, training on the recorded traces alone, success after; and the same with pictures shuffled.
+"""Success before, training on only the recorded traces, success after; and the same with shuffled pictures.
 
     python examples/images/demo.py --out out/images
 
@@ -28,7 +28,7 @@ def measure(label: str, folder: Path, count: int, seed: int) -> dict:
 
 
 def shuffled(traces: Path, path: Path, seed: int) -> Path:
-    """The same traces, each with the picture of another trace: what is learnt from them was not learnt from pixels."""
+    """The same traces, each with the picture of another trace, so that nothing can be learnt from pixels."""
     tg.write(tg.read(traces), path)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     pictures = [record["calls"][0]["request"]["messages"][0]["content"][0] for record in records]

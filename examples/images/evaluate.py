@@ -1,4 +1,4 @@
-"""Samples answers to fresh pictures with transformers on CPU, and says how many are right, with the 95 % interval.
+"""Sample answers to fresh pictures with transformers on CPU, and print the success rate with its 95 % interval.
 
 No server and no logprobs here: record.py does that. Called by make_model.py, and before and after training.
 """
@@ -32,7 +32,7 @@ def load(folder: Path) -> tuple[Any, Any, Any]:
 
 
 def inputs(tokenizer: Any, processor: Any, asked: list[shapes.Scene]) -> dict[str, torch.Tensor]:
-    """What the model takes for these scenes: prompts of one length, pixels, and which tokens are pictures."""
+    """Return the model inputs for these scenes: prompts of one length, pixels, and which tokens are pictures."""
     pictures = processor([scene.picture() for scene in asked], return_tensors="pt")
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": shapes.QUESTION}]}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
@@ -42,7 +42,7 @@ def inputs(tokenizer: Any, processor: Any, asked: list[shapes.Scene]) -> dict[st
 
 
 def forward(model: Any, given: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
-    """[B, T, V] logits of `ids`, which begin with the prompts of `given`."""
+    """[B, T, V] logits of `ids`, which start with the prompts of `given`."""
     kinds = (ids == model.config.image_token_id).int()
     kinds[:, given["input_ids"].shape[1] :] = 0
     return model(**{**given, "input_ids": ids}, mm_token_type_ids=kinds, use_cache=False).logits
@@ -52,7 +52,7 @@ def forward(model: Any, given: dict[str, torch.Tensor], ids: torch.Tensor) -> to
 def answers(
     model: Any, tokenizer: Any, processor: Any, asked: list[shapes.Scene], temperature: float, seed: int
 ) -> list[tuple[str, bool]]:
-    """Each answer's text, and whether it was ended; a temperature of 0 takes the likeliest token."""
+    """Return each answer's text, and whether it ended; a temperature of 0 selects the likeliest token."""
     generator = torch.Generator().manual_seed(seed)
     given = inputs(tokenizer, processor, asked)
     ids = given["input_ids"]

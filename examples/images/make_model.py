@@ -1,6 +1,6 @@
 """Makes `model/`: a byte-level BPE tokenizer, a ChatML template with pictures and a small Qwen3-VL, pretrained here.
 
-The task is in shapes.py. Run it as a script; traces come from record.py.
+The task is in shapes.py. Run it as a script; record.py makes the traces.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def make_processor(directory: Path) -> Qwen2VLImageProcessor:
     """Save the processor of pictures: 4 x 4 patches of 14 pixels, four of them one token."""
     size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
     Qwen2VLImageProcessor(patch_size=14, merge_size=2, size=size).save_pretrained(directory)
-    # vLLM asks for a processor of videos too, although it is told to take none.
+    # vLLM also needs a processor of videos, although they are disabled.
     told = json.loads((directory / "preprocessor_config.json").read_text())
     told["video_processor_type"] = "Qwen3VLVideoProcessor"
     (directory / "video_preprocessor_config.json").write_text(json.dumps(told, indent=2) + "\n")
@@ -82,7 +82,7 @@ def make_processor(directory: Path) -> Qwen2VLImageProcessor:
 
 
 def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
-    """A fresh network; vLLM's attention on a CPU takes heads of 32 and more."""
+    """Return a new network; vLLM's attention on a CPU needs heads of at least 32."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     text = {
         "vocab_size": VOCABULARY,

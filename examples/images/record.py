@@ -1,6 +1,6 @@
 """Records `traces.jsonl.zst`: answers about pictures, sampled by a real vLLM server, with rewards.
 
-Talks to a running OpenAI-compatible server, or starts one; stores what the server sent, as received.
+Send requests to a running OpenAI-compatible server, or start one; store its responses as received.
 Nothing here needs torch. Run it as a script; the format is described in README.md.
 """
 
@@ -44,7 +44,7 @@ def request_body(scene: shapes.Scene) -> dict:
 def post(url: str, body: dict) -> dict:
     """The JSON answer to a JSON body.
 
-    Raises: RuntimeError with the server's own words where it refuses.
+    Raises: RuntimeError with the server's message if it refuses.
     """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
@@ -86,7 +86,7 @@ def server(python: str, model: Path, port: int | None, log: Path) -> Iterator[st
 
 
 def record(base_url: str, groups: int, seed: int, threads: int) -> list[dict]:
-    """Ask about `groups` scenes of the split `traces`, SAMPLES times each, and print what came out."""
+    """Ask about `groups` scenes of the split `traces`, SAMPLES times each, and print the success."""
     asked = itertools.islice(shapes.scenes("traces", seed), groups)
     jobs = [(scene, f"g{number:04d}", sample) for number, scene in enumerate(asked) for sample in range(SAMPLES)]
     started = time.monotonic()

@@ -1,6 +1,6 @@
 """The task: pictures of coloured shapes, the question how many are red, and the check of an answer.
 
-Needs Pillow alone. make_model.py pretrains on what is drawn here, record.py records it, evaluate.py asks about it.
+Needs only Pillow. make_model.py pretrains on these pictures, record.py records answers, evaluate.py measures success.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture; `paper` is the dark grey of what is behind the shapes."""
+    """Return a picture; `paper` is the dark grey of the background."""
 
     shapes: tuple[Shape, ...]
     paper: int
@@ -112,5 +112,5 @@ def wrong(scene: Scene, generator: random.Random) -> str:
 
 
 def check(scene: Scene, text: str, ended: bool) -> float:
-    """1.0 where the answer is the number and nothing else, and was ended; else 0.0."""
+    """Return 1.0 if the answer is only the number, and ended; else 0.0."""
     return float(ended and text == scene.answer)

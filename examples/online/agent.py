@@ -15,7 +15,7 @@ import tracegrad as tg
 
 
 async def answer_customer(question, shop, base_url, api_key):
-    """Knows nothing of training: asks a model, calls tools, gives the conversation."""
+    """Independent of training: sends requests to a model, calls tools, and returns the conversation."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
         messages = list(question)
         for _ in range(4):

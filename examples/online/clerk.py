@@ -1,4 +1,4 @@
-"""What the examples of this folder share: the shop's customers as tasks, what a right answer is, and a command line.
+"""Shared code of the examples of this folder: the shop's customers as tasks, a checker, and a command line.
 
 The task itself is examples/quickstart/task.py. Not an example.
 """
@@ -25,7 +25,7 @@ ENGINE |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 
 
 def customers(*kinds: str, split: str = "traces", seed: int = 0) -> Iterator[dict]:
-    """Tasks without end: the messages that a customer begins with, and what a checker must know."""
+    """Yield endless tasks: the first messages of a customer, and the data for a checker."""
     for prompt in task.prompts(split, seed):
         if prompt.kind in (kinds or task.KINDS):
             yield {"prompt": prompt.messages(), "customer": vars(prompt)}
@@ -47,12 +47,12 @@ def right(customer: dict, messages: list[dict]) -> float:
 
 
 def correct(prompts, completions, customer, **columns) -> list[float]:
-    """The same as a reward function in TRL's convention, over a whole group; `customer` is a column of the tasks."""
+    """The same as a reward function in TRL's convention, over a group; `customer` is a column of the tasks."""
     return [right(one, completion) for one, completion in zip(customer, completions, strict=True)]
 
 
 def look_up(customer: dict, tool: str, item: str) -> str:
-    """What a tool of the shop says."""
+    """Return the result of a tool of the shop."""
     return task.execute(task.Prompt(**customer), tool, {"item": item})
 
 

@@ -13,15 +13,15 @@ import tracegrad as tg
 class Shop(tg.rollout.Environment):
     """One customer of the shop; methods may be plain or asynchronous."""
 
-    tools = TOOLS  # what the model is told of; `step` answers its calls
+    tools = TOOLS  # descriptions for the model; `step` answers its calls
 
     def reset(self, task):
-        """The messages that the trajectory begins with."""
+        """Return the first messages of the trajectory."""
         self.customer, self.messages = task["customer"], list(task["prompt"])
         return self.messages
 
     def step(self, message):
-        """What the shop answers; None ends the trajectory."""
+        """Return the answer of the shop; None ends the trajectory."""
         self.messages.append(message)
         answers = [self.answer(call["id"], call["function"]) for call in message.get("tool_calls") or []]
         self.messages += answers

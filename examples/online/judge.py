@@ -1,9 +1,9 @@
-"""Scores of a judge, relative within a group, beside a checker. Any OpenAI-compatible model can be the judge.
+"""Scores of a judge, relative within a group, in addition to a checker. Any OpenAI-compatible model can be the judge.
 
     python examples/online/judge.py --python .venv-vllm/bin/python --out out/judge
 
 JUDGE_URL and JUDGE_MODEL name it. Where its answer cannot be read twice in a row, its score is left out, never 0. Where
-it does not answer at all, the function raises, and the run says so. Verdicts are kept in verdicts.jsonl of --out.
+it does not answer at all, the function raises, and the run reports it. Verdicts are stored in verdicts.jsonl of --out.
 """
 
 import json

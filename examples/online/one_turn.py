@@ -1,4 +1,4 @@
-"""One turn, scored by functions in TRL's convention, over whole groups.
+"""One turn, scored by functions in TRL's convention, over groups.
 
 python examples/online/one_turn.py --python .venv-vllm/bin/python --out out/one_turn
 """

@@ -1,4 +1,4 @@
-"""A taskset of verifiers (its v1): installed or found by the interpreter that has verifiers. It knows nothing of ours.
+"""A taskset of verifiers (its v1): found by the interpreter that has verifiers. It does not depend on tracegrad.
 
 Played by verifiers_door.py.
 """
@@ -15,7 +15,7 @@ class Offer(vf.TaskData):
 class Clerk(vf.Task[Offer]):
     @vf.reward
     async def right(self, trace) -> float:
-        """1 where the answer holds the total."""
+        """Return 1 if the answer contains the total."""
         return float(self.data.total in (trace.last_reply or ""))
 
 

@@ -1,6 +1,6 @@
 """An environment of verifiers, played in a process of its own by an interpreter of its own.
 
-verifiers pins what others need in other versions, so it is installed apart:
+verifiers pins other versions than other packages need, so it is installed separately:
 
     python -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers==0.4.0 uv
     python examples/online/verifiers_door.py --python .venv-vllm/bin/python --out out/verifiers

@@ -38,14 +38,14 @@ UNCORRECTED = replace(tg.presets.DAPO, weights=())
 
 @dataclass(frozen=True)
 class Situation:
-    """How traces were recorded, and what is tried on them.
+    """How traces were recorded, and the objectives that are tried on them.
 
     Args:
         name: as docs/explanation/benchmarks.md has it.
         tries: presets by name.
         temperature: of the sampling.
         kind: "processed" or "raw" logprobs.
-        bits: weights of the recording policy rounded to so many; 0 leaves them.
+        bits: the weights of the recording policy are rounded to this number of bits; 0 leaves them.
         stale: optimizer steps that the trained policy is ahead of the recording one.
         missing: share of logprobs lost.
         policy: for lost logprobs.
@@ -90,7 +90,7 @@ def quantised(model: torch.nn.Module, bits: int) -> torch.nn.Module:
 
 
 def record(model: torch.nn.Module, tokenizer, here: Situation, groups: int, seed: int, path: Path) -> tg.Sequences:
-    """Plays `groups` prompts SAMPLES times each, and gives every sampled token the logprob that `model` found."""
+    """Sample answers to `groups` prompts SAMPLES times each, with the logprob of every sampled token by `model`."""
     prompts = list(itertools.islice(task.prompts("traces", 1000 + seed), groups))
     played = rollout.play(model, tokenizer, [p for p in prompts for _ in range(SAMPLES)], seed, here.temperature)
     with path.open("w") as file:
@@ -116,7 +116,7 @@ def _native(episode: rollout.Episode, group: int, here: Situation) -> dict:
 
 
 def configure(options: argparse.Namespace, seed: int, policy: str = "mask", epochs: int | None = None) -> Config:
-    """The demo's options on smaller steps, without held-out traces."""
+    """The demo's options with smaller steps, without held-out traces."""
     changes = [("train.seed", seed), ("train.epochs", epochs or options.epochs), ("train.groups_per_step", 4)]
     changes += [("data.holdout", 0.0), ("train.missing_logprobs", policy)]
     return load(options.config, changes)
@@ -162,7 +162,7 @@ def look(here: Situation, seed: int, options: argparse.Namespace) -> dict:
 
 
 def seen(rows: list[dict]) -> str:
-    """The table of what was measured on each recording."""
+    """Return the table of measurements on each recording."""
     lines = ["| recording | missing | KL(rollout&#124;&#124;old) | outside [0.5, 2] | ESS | recommended |"]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
@@ -191,12 +191,12 @@ def run(here: Situation, seed: int, options: argparse.Namespace, done: set[str],
 
 
 def key(here: Situation, name: str, seed: int) -> str:
-    """What tells one run from another."""
+    """Return the key of a run."""
     return f"{here.name}/{name}/{seed}"
 
 
 def percent(rows: list[dict], situation: str, preset: str) -> str:
-    """Success in percent, mean and each seed; before training where the preset is "before"."""
+    """Success in percent, mean and each seed; before training if the preset is "before"."""
     column = "after"
     if preset == "before":
         column, preset = "before", next((row["preset"] for row in rows if row["situation"] == situation), "")

@@ -1,4 +1,4 @@
-"""Success before, training on the recorded traces alone, success after: the main job in one run.
+"""Success before, training on only the recorded traces, success after: the main task in one run.
 
     python examples/quickstart/demo.py --out out/quickstart
 

@@ -1,6 +1,6 @@
 """Demonstrations of the clerk's task, clean and corrupted, and dense lines of arithmetic, for pretraining.
 
-Every prompt comes from the split `pretrain`, so none of them can stand among the traces or in the evaluation.
+Every prompt is of the split `pretrain`, so none of them can be in the traces or in the evaluation.
 Called by make_model.py.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import task
 
-# Weights of the ways in which a corrupted demonstration goes wrong.
+# Weights of the errors in corrupted demonstrations.
 CORRUPTIONS = {
     "forgotten tool": 0.32,
     "wrong tool": 0.26,
@@ -26,7 +26,7 @@ CORRUPTIONS = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What the clerk's last words state; `price` is the price of one piece, for a total."""
+    """Return the content of the clerk's last answer; `price` is the price of one piece, for a total."""
 
     verdict: str
     name: str
@@ -61,7 +61,7 @@ def plan(prompt: task.Prompt) -> list[str]:
 
 
 def right_answer(prompt: task.Prompt) -> Answer:
-    """What a good clerk states."""
+    """Return the answer of a good clerk."""
     verdict, number = task.expected(prompt)
     return Answer(verdict, prompt.name, number, prompt.quantity, prompt.price)
 
@@ -80,7 +80,7 @@ def call_turns(prompt: task.Prompt, tool: str, item: str) -> list[tuple[str, str
 
 
 def corrupted(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, str]]:
-    """A demonstration that goes wrong in one of the ways of CORRUPTIONS."""
+    """Return a demonstration with one of the errors of CORRUPTIONS."""
     way = generator.choices(list(CORRUPTIONS), list(CORRUPTIONS.values()))[0]
     tools, answer, asked = plan(prompt), right_answer(prompt), prompt.item
     if not tools and way in ("forgotten tool", "wrong item", "broken call"):
@@ -109,7 +109,7 @@ def corrupted(prompt: task.Prompt, generator: random.Random) -> list[tuple[str, 
 
 
 def _guess(prompt: task.Prompt, tools: list[str], answer: Answer, generator: random.Random) -> tuple[list[str], Answer]:
-    """Skip a call and invent the number that it would have told."""
+    """Skip a call and invent its result."""
     skip_both = len(tools) == 1 or generator.random() < 0.5
     if tools[-1] == "price":
         price = generator.choice(task.PRICES)
@@ -120,7 +120,7 @@ def _guess(prompt: task.Prompt, tools: list[str], answer: Answer, generator: ran
 
 
 def _conclude(prompt: task.Prompt, tool: str, item: str, answer: Answer) -> Answer:
-    """The answer that follows from what the last tool tells, right or wrong."""
+    """Return the answer that follows from the last tool result, right or wrong."""
     told = task.look_up(prompt.key, tool, item)
     if tool == "price":
         return replace(answer, verdict="total", price=told, number=told * prompt.quantity)
@@ -154,7 +154,7 @@ def product_line(generator: random.Random) -> str:
 
 
 def sale_line(generator: random.Random) -> str:
-    """One line of arithmetic in the words of the dialogue, with the price as the tool tells it or as an offer."""
+    """Return one line of arithmetic in the words of the dialogue, with the price of the tool result or an offer."""
     quantity, price = generator.choice(task.QUANTITIES), generator.choice(task.PRICES)
     item = f"{generator.choice(task.COLOURS)} {generator.choice(task.NOUNS)}"
     told = generator.choice((f'{{"price": {price}}}', f"offer {price} €"))
@@ -168,7 +168,7 @@ def compare_line(generator: random.Random) -> str:
 
 
 def copy_line(generator: random.Random) -> str:
-    """One line that says an item and a name twice, so that copying is learned apart from the dialogue."""
+    """Return one line with an item and a name twice, so that copying is learned separately from the dialogue."""
     item = f"{generator.choice(task.COLOURS)} {generator.choice(task.NOUNS)}"
     name = generator.choice(task.NAMES)
     return f'{name} × {item}: "item": "{item}", {name}\n'

@@ -1,6 +1,6 @@
 """Makes `model/`: a byte-level BPE tokenizer, a ChatML template with tools and a small Qwen3 pretrained from scratch.
 
-The task is in task.py, the demonstrations in demonstrations.py. Run it as a script; traces come from record.py.
+The task is in task.py, the demonstrations in demonstrations.py. Run it as a script; record.py makes the traces.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Trainer:
-    """Holds network, optimiser and the ids of the system block, which every dialogue shares."""
+    """Network, optimiser and the ids of the system block, which every dialogue shares."""
 
     def __init__(self, network: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
         self.network = network
@@ -154,7 +154,7 @@ class Trainer:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
     def dialogue_ids(self, batch: list[Dialogue]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids after the system block and the labels: what the assistant says, its end token included. Both [B, T]."""
+        """Return ids after the system block and the labels: the assistant's text with its end token. Both [B, T]."""
         segments: list[str] = []
         for dialogue in batch:
             segments += [segment for role, text in dialogue for segment in segments_of(role, text)]
@@ -188,7 +188,7 @@ class Trainer:
         )
 
     def lines_loss(self, texts: list[str], length: int = 128) -> torch.Tensor:
-        """Mean loss of dense lines, each text cut to `length` tokens."""
+        """Return the mean loss of dense lines, each text truncated to `length` tokens."""
         ids = torch.tensor([row[:length] for row in self.encode(texts)])
         logits = self.network(ids, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -205,7 +205,7 @@ class Trainer:
 
 
 def segments_of(role: str, text: str) -> tuple[str, str, str]:
-    """A turn as the chat template writes it: header, what counts as said (with the end token), and the line's end."""
+    """A turn as the chat template writes it: header, the sampled text (with the end token), and the line's end."""
     if role == "tool":
         return "<|im_start|>user\n<tool_response>\n", f"{text}\n</tool_response><|im_end|>", "\n"
     return f"<|im_start|>{role}\n", f"{text}<|im_end|>", "\n"

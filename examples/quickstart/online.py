@@ -27,7 +27,7 @@ ENGINE = {
     "enable_auto_tool_choice": True,
     "tool_call_parser": "hermes",
     "distributed_executor_backend": "uni",
-    # Only whole blocks of a prompt are found again: by 128, the default on CPU, a third of all prompt tokens is not.
+    # Only full blocks of a prompt are reused: by 128, the default on CPU, a third of all prompt tokens is not.
     "block_size": 32,
 }
 # One thread computes, in the engine's process. A worker process, vLLM's default on CPU, is waited for in a busy loop;
@@ -52,7 +52,7 @@ class Shop(tg.rollout.Environment):
         return self.messages
 
     async def step(self, message: dict) -> list[dict] | None:
-        """The answers of the tools that the message calls; the end where it calls none."""
+        """Return the answers of the tools that the message calls; the end if it calls none."""
         self.messages = [*self.messages, message]
         answers = tool_messages(self.prompt, message) if message.get("finish_reason") == "tool_calls" else []
         self.messages += answers

@@ -1,6 +1,6 @@
 """Records `traces.jsonl.zst`: the clerk's task played against a real vLLM server, in four shapes of record.
 
-Talks to a running OpenAI-compatible server, or starts one; stores what the server sent, as received.
+Send requests to a running OpenAI-compatible server, or start one; store its responses as received.
 Nothing here needs torch. Run it as a script; the formats are described in README.md.
 """
 
@@ -28,7 +28,7 @@ MODEL_NAME = "clerk"
 SAMPLES = 8
 MAX_TOKENS = 64
 MAX_TURNS = 4
-# What each shape adds to the request; "messages" asks like "strings" and keeps only the messages.
+# Additions of each shape to the request; "messages" sends the request of "strings" and keeps only the messages.
 SHAPES: dict[str, dict] = {
     "token_ids": {"return_token_ids": True},
     "token_id_strings": {"return_tokens_as_token_ids": True},
@@ -54,7 +54,7 @@ def request_body(messages: list[dict], shape: str) -> dict:
 def post(url: str, body: dict) -> dict:
     """The JSON answer to a JSON body.
 
-    Raises: RuntimeError with the server's own words where it refuses.
+    Raises: RuntimeError with the server's message if it refuses.
     """
     data = json.dumps(body, ensure_ascii=False).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
@@ -139,7 +139,7 @@ def server(python: str, model: Path, port: int, log: Path, more: str = "") -> It
 
 
 def record(base_url: str, groups: int, seed: int, threads: int) -> list[dict]:
-    """Play `groups` prompts of the split `traces`, SAMPLES times each, and print what came out."""
+    """Play `groups` prompts of the split `traces`, SAMPLES times each, and print the success."""
     prompts = list(itertools.islice(task.prompts("traces", seed), groups))
     jobs = [(prompt, f"g{number:04d}", sample) for number, prompt in enumerate(prompts) for sample in range(SAMPLES)]
     started = time.monotonic()

@@ -37,7 +37,7 @@ def load(directory: str | Path):
 
 
 def wilson(successes: float, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The Wilson score interval, 95 % by default, of a rate seen as `successes` out of `count`."""
+    """The Wilson score interval, 95 % by default, of a rate measured as `successes` out of `count`."""
     rate = successes / count
     centre = (rate + z * z / (2 * count)) / (1 + z * z / count)
     spread = z / (1 + z * z / count) * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count))
@@ -50,7 +50,7 @@ def sample(
 ) -> list[tuple[list[int], bool]]:
     """Sample one continuation of every text; temperature 0 is greedy.
 
-    Returns: per text the sampled ids without the end token, and whether the end token came within `limit`.
+    Returns: per text the sampled ids without the end token, and whether the end token is within `limit`.
     """
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

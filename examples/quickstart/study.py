@@ -1,8 +1,8 @@
-"""What the recorded logprobs are worth on the bundled example: four ways to train on the same traces, over seeds.
+"""The value of recorded logprobs on the bundled example: four ways to train on the same traces, over seeds.
 
     python examples/quickstart/study.py --page docs/explanation/benchmarks.md
 
-Every figure of the page comes from this run. Called by `make docs`; it takes about a quarter of an hour a seed.
+Every figure of the page is from this run. Called by `make docs`; it needs about a quarter of an hour per seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: what it does with rewards and logprobs."""
+    """One way to train: its use of rewards and logprobs."""
 
     name: str
     objective: object

@@ -1,6 +1,6 @@
 """The task of the quickstart: a shop clerk who looks up prices and stock with tools and answers with one number.
 
-Prompts, tools, the hidden world behind them and the checker; nothing here needs torch or a model.
+Prompts, tools, their hidden world and the checker; nothing here needs torch or a model.
 Called by make_model.py (demonstrations), rollout.py (episodes) and record.py (requests to a server).
 """
 
@@ -21,7 +21,7 @@ COMMON_NAMES = (
     "Lena", "Marco", "Nora", "Oscar", "Paula", "Rosa", "Samir", "Tina", "Victor", "Wanda",
     "Zoë", "José", "Łukasz", "Jürgen", "Chloé", "Åsa", "Søren", "Íñigo", "Renée", "Müge",
 )  # fmt: skip
-# The tokenizer never sees these: their characters are cut into several tokens, as rare text is by any real vocabulary.
+# The tokenizer is not trained on these: their characters are split into several tokens, like rare text.
 RARE_NAMES = ("李", "김", "さき", "Ọlá", "Thảo", "ऋषि")
 NAMES = COMMON_NAMES + RARE_NAMES
 
@@ -95,7 +95,7 @@ class Prompt:
 
     @property
     def price(self) -> int:
-        """The price of one piece for this customer: the offer, or what the hidden world says."""
+        """The price of one piece for this customer: the offer, or the price of the hidden world."""
         return self.offer or look_up(self.key, "price", self.item)
 
     @property
@@ -123,7 +123,7 @@ def look_up(key: str, tool: str, item: str) -> int:
 
 
 def prompts(split: str, seed: int) -> Iterator[Prompt]:
-    """Endless prompts of one split, none with a key seen before in this stream."""
+    """Endless prompts of one split, none with an earlier key of this stream."""
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is none of {', '.join(SPLITS)}")
     generator = random.Random(f"{split}/{seed}")
@@ -148,7 +148,7 @@ def _draw(generator: random.Random) -> Prompt:
 
 
 def execute(prompt: Prompt, tool: str, arguments: object) -> str:
-    """What a tool answers in the prompt's world, as JSON text; a wrong call is answered with an error, not raised."""
+    """Return the result of a tool in the prompt's world, as JSON text; a wrong call returns an error."""
     if tool not in ("price", "stock"):
         return json.dumps({"error": "no such tool"})
     item = arguments.get("item") if isinstance(arguments, dict) else None
@@ -193,7 +193,7 @@ def expected(prompt: Prompt) -> tuple[str, int]:
 def check(prompt: Prompt, messages: list[dict]) -> float:
     """1.0 if the last message answers rightly: verdict, last number and the customer's name; else 0.0.
 
-    A last message that is a tool call, or was cut by the length limit, scores 0.0.
+    A last message that is a tool call, or was truncated by the length limit, scores 0.0.
     """
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls") or last.get("finish_reason") == "length":

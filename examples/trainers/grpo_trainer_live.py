@@ -20,11 +20,11 @@ PLAYED_HERE = replace(tg.presets.DAPO, weights=())
 
 
 class Trainer(WithObjective, GRPOTrainer):
-    """GRPOTrainer that takes an objective."""
+    """GRPOTrainer with an objective."""
 
 
 def short(completion_ids, **_):
-    """A reward as TRL takes it: the shorter the better."""
+    """A reward in TRL's form: the shorter the better."""
     return [-float(len(ids)) for ids in completion_ids]
 
 

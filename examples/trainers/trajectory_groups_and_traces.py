@@ -1,4 +1,4 @@
-"""Traces as ART's TrajectoryGroups and back, and what the recorded logprobs are worth to a policy, by ART's metrics.
+"""Traces as ART's TrajectoryGroups and back, and the value of the recorded logprobs for a policy, by ART's metrics.
 
 python examples/trainers/trajectory_groups_and_traces.py traces.jsonl model
 """

@@ -1,5 +1,5 @@
-//! A chat template: whatever its text, compiling and rendering end, the spans of a render lie in order in its text, and a
-//! session that grows and is cut renders what a render of its own does.
+//! A chat template: for any text, compiling and rendering end, and the spans of a render are in order. A session that
+//! grows and shrinks renders the same text as a new one.
 #![no_main]
 
 mod watched;
@@ -38,7 +38,7 @@ fn rendered(source: &str) {
         assert!(rendered.text.get(span.start..span.end).is_some(), "a span cuts a character or leaves the text");
         end = span.end;
     }
-    // What takes long is rendered once.
+    // A slow template is rendered once.
     if began.elapsed() < Duration::from_millis(5) {
         in_a_session(&template, &messages, &tools);
     }

@@ -1,5 +1,5 @@
-//! A tokenizer.json, and behind its last zero byte a text: whatever they are, loading and encoding end, and the laws of
-//! `tokenizer::check_invariants` hold.
+//! A tokenizer.json, and after its last zero byte a text: for any bytes, loading and encoding end, and
+//! `tokenizer::check_invariants` finds nothing.
 #![no_main]
 
 mod watched;

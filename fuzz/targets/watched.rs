@@ -1,4 +1,4 @@
-//! What one input may take: bytes on the heap and seconds of CPU, both counted here; and what no error may say.
+//! Limits of one input, in bytes on the heap and seconds of CPU, and the text that no error may contain.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,7 +7,7 @@ use tracegrad_core::{Error, Kind};
 /// CPU time of one input: several times what tests allow, as builds for fuzzing count and check all they do.
 const SECONDS: f64 = 5.0;
 
-/// The system's allocator, which ends the process where more is held than one input may take.
+/// The system's allocator, which ends the process if one input allocates too much.
 struct Counted;
 
 static HELD: AtomicUsize = AtomicUsize::new(0);
@@ -26,7 +26,7 @@ fn take(bytes: usize) {
     }
 }
 
-// SAFETY: all is done by the system's allocator; only sizes are counted beside it.
+// SAFETY: the system's allocator does all the work; this only counts sizes.
 unsafe impl GlobalAlloc for Counted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         take(layout.size());
@@ -54,7 +54,7 @@ unsafe impl GlobalAlloc for Counted {
     }
 }
 
-/// Runs `work`, which may take so many bytes beside those that are held.
+/// Runs `work` with a limit of bytes in addition to those already allocated.
 pub fn within(mebibytes: usize, work: impl FnOnce()) {
     ALLOWED.store(HELD.load(Ordering::Relaxed) + (mebibytes << 20), Ordering::Relaxed);
     let began = seconds();
@@ -64,7 +64,7 @@ pub fn within(mebibytes: usize, work: impl FnOnce()) {
     assert!(took < SECONDS, "{took} seconds of CPU");
 }
 
-/// Looks at an error: it says nothing of a panic, and holds nothing that a terminal obeys.
+/// Checks an error: it is not about a panic, and has no control characters.
 pub fn told(error: &Error) {
     let text = error.to_string();
     assert!(error.kind != Kind::Fault && !text.contains("met a fault in the code"), "a panic was caught: {text}");
@@ -74,7 +74,7 @@ pub fn told(error: &Error) {
 /// CPU time of this process.
 fn seconds() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the pointer is to a whole timespec.
+    // SAFETY: the pointer is to a complete timespec.
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) };
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
