@@ -87,10 +87,10 @@ def test_a_shard_of_which_a_file_is_not_written_again_is_not_whole(s3, example, 
     s3.rm_file("data/ten/shard-00001-00000/sequences.json")
 
     def broken(path, address):
-        raise ReadError(f"{address}: the line is cut")
+        raise ReadError(f"TG-STORE-009: {address}: the line is cut")
 
     monkeypatch.setattr(remote, "upload", broken)
-    with pytest.raises(ReadError, match="the line is cut"):
+    with pytest.raises(ReadError, match="TG-STORE-009"):
         make(example, "s3://data/ten", resume=True)
     s3.invalidate_cache()
     assert not s3.exists("data/ten/manifest.json")

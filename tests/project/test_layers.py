@@ -174,7 +174,7 @@ def test_names_that_are_imported_on_use_are_there(name):
     pytest.importorskip("torch")
     package = importlib.import_module(f"tracegrad{name}")
     assert not [each for each in package.__all__ if not hasattr(package, each)]
-    with pytest.raises(AttributeError, match=r"no attribute .?nothing"):
+    with pytest.raises(AttributeError, match="nothing"):
         package.nothing  # noqa: B018
 
 
