@@ -315,6 +315,7 @@ def test_case_49_an_id_behind_the_vocabulary_makes_the_turn_text(chatml, wrong):
     found = align(chatml, record(user("q"), said("red", [wrong, EOS])))
     assert trained(found) == []
     assert "R25" in reasons(found)
+    assert set(found.tier[found.source == 2]) == {6}
 
 
 def test_case_49_an_id_in_a_gap_of_the_vocabulary_is_none(qwen):
