@@ -61,6 +61,8 @@ def test_a_group_of_one_is_an_explicit_choice():
         group_mean([1.0, 0.0, 3.0], [0, 0, 9])
     assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], single_sample_group="zero").tolist() == [0.5, -0.5, 0.0]
     assert group_mean([1.0, 0.0, 3.0], [0, 0, 9], single_sample_group="keep").tolist() == [0.5, -0.5, 3.0]
+    found = group_mean([1.0, 3.0, 0.7], [0, 0, 1], scale="std", ddof=1, eps=1e-6, single_sample_group="keep")
+    assert found[2] == pytest.approx(0.7, rel=1e-5)  # as in verl's and SkyRL's GRPO
 
 
 def test_a_singleton_among_unscorable_traces_is_one_too():

@@ -11,11 +11,6 @@ from vocabulary import EXAMPLE, align, ids_of, reasons
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return tg.Tokenizer.from_pretrained(EXAMPLE)
-
-
-@pytest.fixture(scope="module")
 def recorded():
     return tg.read(EXAMPLE.parent / "traces.jsonl.zst")
 

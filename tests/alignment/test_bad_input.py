@@ -101,13 +101,6 @@ def test_an_empty_file_says_so_under_every_policy(tmp_path, data):
             read(path, on_error=policy)
 
 
-def test_a_missing_file_and_a_directory_are_named(tmp_path):
-    with pytest.raises(ReadError, match=r"TG-READ-011.*none\.jsonl"):
-        read(tmp_path / "none.jsonl")
-    with pytest.raises(ReadError, match="TG-DATA-037"):
-        read(tmp_path)
-
-
 def test_a_record_beyond_the_limit_is_refused(tmp_path):
     long = line("long", x="y" * 600_000)
     path = save(tmp_path, line() + b"\n" + long + b"\n" + line("b"))

@@ -17,11 +17,6 @@ from vocabulary import EXAMPLE, align, branch, ids_of, load, reasons, record, sa
 EOS = 2
 
 
-@pytest.fixture(scope="module")
-def chatml():
-    return load(EXAMPLE)
-
-
 def recovered(tokenizer, message):
     found = recover_ids(tg.Traces.from_records([record(user("q"), message)]), tokenizer)
     return found.ids.tolist()

@@ -29,11 +29,6 @@ PLAYED = {name: talk for name, talk in CONVERSATIONS.items() if any(one["role"] 
 DATE = {"strftime_now": "2025-03-07", "date_string": "2025-03-07"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tg.Tokenizer.from_pretrained(MODEL)
-
-
 def folder_of(source, folder):
     """The example's tokenizer with a template and the special tokens that the template writes."""
     told = json.loads((MODEL / "tokenizer.json").read_text())

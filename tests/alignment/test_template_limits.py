@@ -5,17 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 
 from peak import PEAK
 from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-
-
-def _user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+from vocabulary import user
 
 
 @pytest.mark.parametrize(
@@ -39,7 +35,7 @@ def test_a_template_that_raises_or_does_not_end_is_a_clear_error_within_a_second
     template = Template(source)
     began = time.process_time()
     with pytest.raises(TemplateError, match=says):
-        template.render([_user("hi")])
+        template.render([user("hi")])
     # Of CPU time: a second on the clock means nothing on a busy machine.
     assert time.process_time() - began < 1
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from messages import said, user
 from tracegrad.config import FieldMap, load, to_toml
 from tracegrad.errors import ArgumentError, FormatError
 
@@ -204,14 +205,6 @@ def test_a_mapping_counts_over_what_any_form_says(form):
 def call(messages, answer, **more):
     choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "token_ids": [len(answer), 2]}
     return {"request": {"messages": messages}, "response": {"choices": [choice]}, **more}
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
 
 
 A1 = call([user("a")], "b", s="one", at=1, metadata={"score": 0})

@@ -3,23 +3,9 @@
 import pytest
 
 import tracegrad as tg
+from messages import call, said, user
 from tracegrad import config
 from tracegrad.data import infer_fields, sessions
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
-
-
-def call(asked, answer, model="m", **more):
-    request = {"model": model, "messages": asked, **more}
-    choices = [{"index": 0, "finish_reason": "stop", "message": said(answer)}]
-    return {"request": request, "response": {"model": model, "choices": choices}}
-
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
 

@@ -8,7 +8,6 @@ import torch
 
 from padded import hard, run
 from tracegrad import recipes
-from tracegrad.advantage import group_mean, rloo
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     Aggregation,
@@ -114,19 +113,3 @@ def test_an_advantage_of_zero_takes_dppos_low_branch_which_changes_what_is_count
     assert evaluate(objective, logprobs, None, bad).per_term.keep.tolist() == [False]
     good = replace(terms, advantages=torch.ones(1))
     assert evaluate(objective, logprobs, None, good).per_term.keep.tolist() == [True]
-
-
-class TestAGroupOfOne:
-    rewards, groups = np.array([1.0, 3.0, 0.7]), np.array([0, 0, 1])
-
-    def test_is_refused_until_the_caller_says_what_it_means(self):
-        with pytest.raises(ArgumentError, match="TG-ADV-009"):
-            rloo(self.rewards, self.groups)
-
-    def test_keeps_its_reward_in_verls_rloo_and_is_zero_in_its_vectorized_form(self):
-        assert rloo(self.rewards, self.groups, single_sample_group="keep") == pytest.approx([-2.0, 2.0, 0.7])
-        assert rloo(self.rewards, self.groups, single_sample_group="zero") == pytest.approx([-2.0, 2.0, 0.0])
-
-    def test_keeps_its_reward_in_verls_and_skyrls_grpo(self):
-        found = group_mean(self.rewards, self.groups, scale="std", ddof=1, eps=1e-6, single_sample_group="keep")
-        assert found[2] == pytest.approx(0.7, rel=1e-5)

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracegrad as tg
+from folder_bytes import contents
 from tracegrad import prepare
 from tracegrad.config import Data, FieldMap
 from tracegrad.data.read_options import Options
@@ -29,10 +30,6 @@ from tracegrad.prepare.workers import MAX_RETRIES, Workers
 from tracegrad.storage import manifest
 
 PART = 40_000
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def lines_of(example, count):

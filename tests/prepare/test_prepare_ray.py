@@ -19,6 +19,7 @@ import pytest
 
 import tracegrad as tg
 from doc_blocks import blocks
+from folder_bytes import contents
 from tracegrad import prepare
 from tracegrad.config import Data, FieldMap
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
@@ -48,10 +49,6 @@ def make(example, tmp_path):
         return prepare.prepare(str(source), example / "model", Data(), tmp_path / out, **told)
 
     return made
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_without_ray_the_flag_names_the_extra(make, monkeypatch):

@@ -144,14 +144,6 @@ def test_a_folder_that_cannot_be_made_is_one_error(run):
         save(run)
 
 
-def test_a_damaged_checkpoint_says_which_and_what_to_do(run):
-    path = save(run)
-    next((path / "resume" / "state").glob("*.safetensors")).write_bytes(b"short")
-    again = tiny_model()
-    with pytest.raises(ReadError, match=r"TG-TRAIN-015.*step-00000003"):
-        checkpoint.restore(path, again, adamw(again))
-
-
 def resume(path, seed=9):
     again = tiny_model(seed=seed)
     return checkpoint.restore(path, again, adamw(again))
