@@ -1,42 +1,29 @@
 """Alignment on the bundled example's tokenizer and template, and on what a real vLLM recorded with it."""
 
 import copy
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tracegrad as tg
 from tracegrad.data.codes import ENDINGS
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
-NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tg.Tokenizer.from_pretrained(EXAMPLE / "model")
+from vocabulary import EXAMPLE, align, ids_of, reasons
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    return tg.read(EXAMPLE / "traces.jsonl.zst")
+    return tg.read(EXAMPLE.parent / "traces.jsonl.zst")
 
 
 def spelled(tokenizer, ids):
     return tokenizer.decode_bytes(np.asarray(ids, np.int32)).decode()
 
 
-def pieces(tokenizer, text):
-    return [int(i) for i in tokenizer.encode(text)]
-
-
 def chat(tokenizer, answers, *, keep=("ids",), **more):
     """A conversation as plain messages; each answer is text that the policy sampled, with its stop token."""
     messages = [{"role": "system", "content": "Be brief."}]
     for number, text in enumerate(answers):
-        ids = pieces(tokenizer, text)
+        ids = ids_of(tokenizer, text)
         logprobs = [-0.25 * (k + 1) for k in range(len(ids))]
         messages.append({"role": "user", "content": f"question {number}"})
         message = {"role": "assistant", "content": text.removesuffix("<|im_end|>"), "finish_reason": "stop"}
@@ -54,35 +41,21 @@ def chat(tokenizer, answers, *, keep=("ids",), **more):
     return {"id": "t", "reward": 1.0, "logprob_kind": "raw", "temperature": 1.0, "messages": messages, **more}
 
 
-def align(tokenizer, *records, **options):
-    return tg.align(tg.Traces.from_records(list(records)), tokenizer, **options)
-
-
-def reasons(sequences):
-    return {name[:3] for name in sequences.alignment_report.table()}
-
-
 def test_recorded_ids_are_spliced_between_what_the_template_supplies(tokenizer):
     record = chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"])
     found = align(tokenizer, record)
     plain = [{k: m[k] for k in ("role", "content")} for m in record["messages"]]
     expected = tokenizer.render(plain).text.removesuffix("\n")
     assert spelled(tokenizer, found.ids) == expected
+    assert spelled(tokenizer, found.ids[found.source == 0]) == "Be brief.question 0question 1"
     assert found.branches == 1
-    sampled = [pieces(tokenizer, text) for text in ("alpha<|im_end|>", "beta<|im_end|>")]
+    sampled = [ids_of(tokenizer, text) for text in ("alpha<|im_end|>", "beta<|im_end|>")]
     assert found.ids[found.trainable].tolist() == sampled[0] + sampled[1]
     assert found.turn[found.trainable].tolist() == [0] * len(sampled[0]) + [1] * len(sampled[1])
     values = [-0.25 * (k + 1) for ids in sampled for k in range(len(ids))]
     assert found.rollout_logprobs[found.trainable].tolist() == values
     assert len(found.alignment_report) == 0
     assert np.isnan(found.rollout_logprobs[~found.trainable]).all()
-
-
-def test_content_is_given_and_scaffold_is_template(tokenizer):
-    found = align(tokenizer, chat(tokenizer, ["alpha<|im_end|>"]))
-    given = spelled(tokenizer, found.ids[found.source == 0])
-    assert given == "Be brief.question 0"
-    assert "<|im_start|>" in spelled(tokenizer, found.ids[found.source == 1])
 
 
 def test_bytes_of_tokens_give_the_ids_that_were_sampled(tokenizer):
@@ -95,8 +68,8 @@ def test_bytes_of_tokens_give_the_ids_that_were_sampled(tokenizer):
 
 def test_noncanonical_tokens_are_kept_as_sampled_and_reported(tokenizer):
     record = chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"])
-    single = [i for letter in "alpha" for i in pieces(tokenizer, letter)] + list(tokenizer.eos_ids)
-    assert single[:-1] != pieces(tokenizer, "alpha")
+    single = [i for letter in "alpha" for i in ids_of(tokenizer, letter)] + list(tokenizer.eos_ids)
+    assert single[:-1] != ids_of(tokenizer, "alpha")
     turn = record["messages"][2]
     turn["token_ids"] = single
     turn["logprobs"] = {"content": [{"token": "", "logprob": -1.0}] * len(single)}
@@ -104,29 +77,6 @@ def test_noncanonical_tokens_are_kept_as_sampled_and_reported(tokenizer):
     assert found.ids[found.turn == 0].tolist() == single
     assert found.branches == 1
     assert reasons(found) == {"R01"}
-
-
-def test_a_missing_stop_token_is_supplied_by_the_template_and_not_trained(tokenizer):
-    record = chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"])
-    turn = record["messages"][2]
-    turn["token_ids"].pop()
-    turn["logprobs"]["content"].pop()
-    found = align(tokenizer, record)
-    whole = align(tokenizer, chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"]))
-    assert found.ids.tolist() == whole.ids.tolist()
-    assert found.trainable.sum() == whole.trainable.sum() - 1
-    assert "R06" in reasons(found)
-
-
-def test_a_turn_cut_by_length_is_closed_by_the_template(tokenizer):
-    record = chat(tokenizer, ["alpha<|im_end|>", "beta<|im_end|>"])
-    turn = record["messages"][2]
-    turn["finish_reason"] = "length"
-    turn["token_ids"].pop()
-    turn["logprobs"]["content"].pop()
-    found = align(tokenizer, record)
-    assert reasons(found) == {"R09"}
-    assert spelled(tokenizer, found.ids).count("<|im_end|>") == 5
 
 
 def test_a_trace_says_how_its_last_generation_ended(tokenizer):
@@ -149,57 +99,13 @@ def test_a_trace_says_how_its_last_generation_ended(tokenizer):
     assert ending(last=None, short=True) == "unknown"
 
 
-def test_one_logprob_too_few_leaves_the_turn_without_any(tokenizer):
-    record = chat(tokenizer, ["alpha<|im_end|>"])
-    record["messages"][2]["logprobs"]["content"].pop()
-    found = align(tokenizer, record)
-    assert reasons(found) == {"R22"}
-    assert np.isnan(found.rollout_logprobs).all()
-
-
-@pytest.mark.parametrize(("value", "reason"), [(None, "R23"), ("NaN", "R23"), (0.3, "R24"), (-9999.0, "R24")])
-def test_a_value_that_is_no_logprob_is_nan_and_counted(tokenizer, value, reason):
-    record = chat(tokenizer, ["alpha<|im_end|>"])
-    record["messages"][2]["logprobs"]["content"][0]["logprob"] = value
-    found = align(tokenizer, record)
-    assert reasons(found) == {reason}
-    assert np.isnan(found.rollout_logprobs[found.trainable]).tolist() == [True] + [False] * (found.trainable.sum() - 1)
-
-
-@pytest.mark.parametrize("value", [0.0, -0.0])
-def test_a_logprob_of_zero_is_a_logprob(tokenizer, value):
-    record = chat(tokenizer, ["alpha<|im_end|>"])
-    record["messages"][2]["logprobs"]["content"][0]["logprob"] = value
-    found = align(tokenizer, record)
-    assert len(found.alignment_report) == 0
-    assert found.rollout_logprobs[found.trainable][0] == 0.0
-
-
-def test_ids_outside_the_vocabulary_make_the_turn_text_only(tokenizer):
-    record = chat(tokenizer, ["alpha<|im_end|>"])
-    record["messages"][2]["token_ids"][0] = 150_000
-    found = align(tokenizer, record)
-    assert "R25" in reasons(found)
-    assert found.trainable.sum() == 0
-    assert set(found.tier[found.source == 2]) == {6}
-
-
-def test_ids_of_another_tokenizer_are_seen_by_what_they_spell(tokenizer):
-    record = chat(tokenizer, ["alpha<|im_end|>"])
-    record["messages"][2]["token_ids"] = pieces(tokenizer, "gamma") + [7] * 3
-    record["messages"][2]["logprobs"] = [-1.0] * len(record["messages"][2]["token_ids"])
-    found = align(tokenizer, record)
-    assert "R26" in reasons(found)
-    assert found.trainable.sum() == 0
-
-
 def test_text_alone_is_aligned_and_trained_on_request_only(tokenizer):
     record = chat(tokenizer, ["alpha<|im_end|>"])
     del record["messages"][2]["token_ids"], record["messages"][2]["logprobs"]
     plain, asked = align(tokenizer, record), align(tokenizer, record, text_only=True)
     assert plain.trainable.sum() == 0
     assert plain.tiers()["T6"]["trainable"] == 0
-    assert asked.ids[asked.trainable].tolist() == pieces(tokenizer, "alpha<|im_end|>")
+    assert asked.ids[asked.trainable].tolist() == ids_of(tokenizer, "alpha<|im_end|>")
     assert np.isnan(asked.rollout_logprobs).all()
 
 
@@ -208,23 +114,13 @@ def test_logprobs_without_text_whose_count_fits_are_trained_on_request_only(toke
     record = chat(tokenizer, ["alpha beta<|im_end|>"])
     turn = record["messages"][2]
     del turn["token_ids"]
-    count = len(pieces(tokenizer, "alpha beta")) + extra
+    count = len(ids_of(tokenizer, "alpha beta")) + extra
     turn["logprobs"] = [-0.5] * count
     guessed, asked = align(tokenizer, record), align(tokenizer, record, assume_canonical=True)
     assert (guessed.tier == 5).sum() == (asked.tier == 5).sum() == count
     assert guessed.trainable.sum() == guessed.alignment_report.exact == 0
     assert guessed.tiers() == {"T5": {"tokens": count, "trainable": 0, "generations": 1}}
     assert asked.rollout_logprobs[asked.trainable].tolist() == [-0.5] * count
-
-
-def test_logprobs_without_text_of_another_count_are_refused(tokenizer):
-    record = chat(tokenizer, ["alpha beta<|im_end|>"])
-    turn = record["messages"][2]
-    del turn["token_ids"]
-    turn["logprobs"] = [-0.5] * 40
-    found = align(tokenizer, record)
-    assert "R22" in reasons(found)
-    assert found.trainable.sum() == 0
 
 
 def call(request, ids, text, tokenizer, prompt_ids=None):
@@ -236,39 +132,21 @@ def call(request, ids, text, tokenizer, prompt_ids=None):
     return {"request": {"model": "m", "messages": request, "temperature": 1.0}, "response": response}
 
 
-def test_a_rewritten_history_forks_and_a_shared_event_is_trained_once(tokenizer):
-    user = [{"role": "user", "content": "question"}]
-    first = pieces(tokenizer, "alpha<|im_end|>")
-    said = {"role": "assistant", "content": "alpha"}
-    onward = [*user, said, {"role": "user", "content": "more"}]
-    rewritten = [{"role": "user", "content": "summary of all before"}]
-    calls = [
-        call(user, first, "alpha", tokenizer),
-        call(onward, pieces(tokenizer, "beta<|im_end|>"), "beta", tokenizer),
-        call(rewritten, pieces(tokenizer, "gamma<|im_end|>"), "gamma", tokenizer),
-    ]
-    found = align(tokenizer, {"id": "t", "reward": 1.0, "logprob_kind": "raw", "calls": calls})
-    assert found.branches == 2
-    assert found.trace.tolist() == [0, 0]
-    assert "R19" in reasons(found)
-    assert found.trainable.sum() == sum(len(pieces(tokenizer, f"{t}<|im_end|>")) for t in ("alpha", "beta", "gamma"))
-
-
 def test_prompt_ids_that_part_from_what_was_sampled_open_a_branch(tokenizer):
     user = [{"role": "user", "content": "question"}]
-    letters = [i for letter in "alpha" for i in pieces(tokenizer, letter)] + list(tokenizer.eos_ids)
+    letters = [i for letter in "alpha" for i in ids_of(tokenizer, letter)] + list(tokenizer.eos_ids)
     onward = [*user, {"role": "assistant", "content": "alpha"}, {"role": "user", "content": "more"}]
-    prompts = [pieces(tokenizer, tokenizer.render(m, add_generation_prompt=True).text) for m in (user, onward)]
+    prompts = [ids_of(tokenizer, tokenizer.render(m, add_generation_prompt=True).text) for m in (user, onward)]
     calls = [
         call(user, letters, "alpha", tokenizer, prompts[0]),
-        call(onward, pieces(tokenizer, "beta<|im_end|>"), "beta", tokenizer, prompts[1]),
+        call(onward, ids_of(tokenizer, "beta<|im_end|>"), "beta", tokenizer, prompts[1]),
     ]
     found = align(tokenizer, {"id": "t", "reward": 1.0, "logprob_kind": "raw", "calls": calls})
     assert found.branches == 2
     assert found.ids[: found.cu_seqlens[1]].tolist() == prompts[0] + letters
-    assert found.ids[found.cu_seqlens[1] :].tolist() == prompts[1] + pieces(tokenizer, "beta<|im_end|>")
+    assert found.ids[found.cu_seqlens[1] :].tolist() == prompts[1] + ids_of(tokenizer, "beta<|im_end|>")
     second = slice(found.cu_seqlens[1], None)
-    assert found.turn[second][found.trainable[second]].tolist() == [1] * len(pieces(tokenizer, "beta<|im_end|>"))
+    assert found.turn[second][found.trainable[second]].tolist() == [1] * len(ids_of(tokenizer, "beta<|im_end|>"))
 
 
 def without_ids(record):
@@ -336,15 +214,6 @@ def test_a_trace_that_cannot_be_rendered_is_a_located_error_or_left_out(tokenize
     found = align(tokenizer, good, bad, on_error="skip")
     assert found.trace_ids == ("t",)
     assert "broken" in found.alignment_report.errors[0]
-
-
-def test_strip_logprobs_leaves_nothing_that_align_could_take_for_numbers(tokenizer, recorded):
-    for trace in recorded[:8]:
-        text = json.dumps(tg.strip_logprobs(trace).to_dict())
-        assert '"logprob"' not in text
-        assert '"token_ids":' not in text
-        assert '"prompt_token_ids":' not in text
-        assert "token_id:" not in text
 
 
 def test_one_trace_of_many_is_aligned_alone(example, tokenizer):

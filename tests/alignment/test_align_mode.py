@@ -5,14 +5,9 @@ import pytest
 
 from history_cases import called, family, tool_turn  # noqa: F401
 from tracegrad.errors import ArgumentError
-from vocabulary import EXAMPLE, align, ids_of, load, reasons, record, said, text, trained, user
+from vocabulary import align, ids_of, reasons, record, said, text, trained, user
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def chatml():
-    return load(EXAMPLE)
 
 
 def whole(tokenizer, *answers):

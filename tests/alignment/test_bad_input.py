@@ -101,18 +101,11 @@ def test_an_empty_file_says_so_under_every_policy(tmp_path, data):
             read(path, on_error=policy)
 
 
-def test_a_missing_file_and_a_directory_are_named(tmp_path):
-    with pytest.raises(ReadError, match=r"none\.jsonl: cannot be read: .* Check the path\."):
-        read(tmp_path / "none.jsonl")
-    with pytest.raises(ReadError, match="it is empty"):
-        read(tmp_path)
-
-
 def test_a_record_beyond_the_limit_is_refused(tmp_path):
     long = line("long", x="y" * 600_000)
     path = save(tmp_path, line() + b"\n" + long + b"\n" + line("b"))
     assert len(read(path)) == 3
-    with pytest.raises(FormatError, match=r"runs\.jsonl:2: a record of more than 500000 bytes"):
+    with pytest.raises(FormatError, match=r"TG-READ-007.*runs\.jsonl:2: .*500000"):
         read(path, max_record_bytes=500_000)
     traces = read(path, max_record_bytes=500_000, on_error="quarantine")
     assert [trace.id for trace in traces] == ["a", "b"]
@@ -153,7 +146,7 @@ def test_a_full_disk_is_one_clear_error_and_leaves_no_half_file(tmp_path):
     assert "Free space" in result.stdout
     assert os.listdir(tmp_path) == ["runs.jsonl"]
     assert path.read_bytes() == b"earlier"
-    with pytest.raises(ReadError, match=r"cannot be written: No space left .* Free space"):
+    with pytest.raises(ReadError, match=r"TG-READ-015.*/dev/full"):
         write(Traces.from_records([json.loads(line())]), "/dev/full")
 
 

@@ -203,7 +203,7 @@ def test_case_41_a_summary_in_place_of_the_history_opens_a_branch(family):
     first = [user("q")]
     second = [*first, answer("red"), user("r")]
     found = align(tokenizer, calls(tokenizer, (first, "red"), (second, "lamp"), ([user("summary")], "two")))
-    assert found.branches == 2
+    assert found.trace.tolist() == [0, 0]
     assert {"R19", "R20"} <= reasons(found)
     assert text(tokenizer, trained(found)) == "red<|im_end|>lamp<|im_end|>two<|im_end|>"
 

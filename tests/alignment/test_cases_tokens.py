@@ -17,11 +17,6 @@ from vocabulary import EXAMPLE, align, branch, ids_of, load, reasons, record, sa
 EOS = 2
 
 
-@pytest.fixture(scope="module")
-def chatml():
-    return load(EXAMPLE)
-
-
 def recovered(tokenizer, message):
     found = recover_ids(tg.Traces.from_records([record(user("q"), message)]), tokenizer)
     return found.ids.tolist()
@@ -315,6 +310,7 @@ def test_case_49_an_id_behind_the_vocabulary_makes_the_turn_text(chatml, wrong):
     found = align(chatml, record(user("q"), said("red", [wrong, EOS])))
     assert trained(found) == []
     assert "R25" in reasons(found)
+    assert set(found.tier[found.source == 2]) == {6}
 
 
 def test_case_49_an_id_in_a_gap_of_the_vocabulary_is_none(qwen):

@@ -1,18 +1,11 @@
 """A conversation that begins with the assistant: its first message was not sampled, it is text of the prompt."""
 
-import pytest
-
 import tracegrad as tg
 
 MODEL = "examples/quickstart/model"
 GREETING = {"role": "assistant", "content": "Hi, I am a bot."}
 USER, ANSWER = {"role": "user", "content": "yo"}, {"role": "assistant", "content": "no"}
 PROMPT = "<|im_start|>assistant\nHi, I am a bot.<|im_end|>\n<|im_start|>user\nyo<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tg.Tokenizer.from_pretrained(MODEL)
 
 
 def parted(record, tokenizer, **options):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from vocabulary import user
 
 MODEL = Path("examples/quickstart/model")
 TEMPLATES = Path(__file__).parents[2].parent / "shared" / "data" / "templates"
@@ -24,11 +25,6 @@ def model(folder, template):
     return tg.Tokenizer.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def bundled():
-    return tg.Tokenizer.from_pretrained(MODEL)
-
-
 def call(messages, answer="yo", **response):
     said = {"role": "assistant", "content": answer}
     choice = {"index": 0, "finish_reason": "stop", "message": said}
@@ -42,17 +38,13 @@ def found(record, tokenizer, **options):
     return [(int(drift.trace[n]), int(drift.turn[n]), drift.detail[n]) for n in rows]
 
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def test_a_role_of_which_the_template_writes_nothing_is_found(bundled):
+def test_a_role_of_which_the_template_writes_nothing_is_found(tokenizer):
     """Case 4, should the request come to the template as it is."""
     template = MODEL.joinpath("chat_template.jinja").read_text()
     record = call([{"role": "remark", "content": "Answer in rhymes."}, user("hi")])
     assert "remark" not in template
-    assert found(record, bundled) == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
-    assert found(record, bundled, mode="align", text_only=False) == found(record, bundled)
+    assert found(record, tokenizer) == [(0, 0, "the text of message 0 (remark) is not in the prompt")]
+    assert found(record, tokenizer, mode="align", text_only=False) == found(record, tokenizer)
 
 
 def test_a_text_for_a_template_that_takes_parts_is_found(tmp_path):
@@ -123,8 +115,8 @@ def test_a_tool_result_is_looked_for(tmp_path):
     assert found(call(messages), tokenizer)[-1] == (0, 0, "the text of message 2 (tool) is not in the prompt")
 
 
-def test_recorded_prompt_ids_are_decoded_where_they_are_not_those_of_the_template(bundled):
-    ids = lambda text: [int(i) for i in bundled.encode(text)]  # noqa: E731
+def test_recorded_prompt_ids_are_decoded_where_they_are_not_those_of_the_template(tokenizer):
+    ids = lambda text: [int(i) for i in tokenizer.encode(text)]  # noqa: E731
     turn = {
         "role": "assistant",
         "content": "yo",
@@ -140,18 +132,18 @@ def test_recorded_prompt_ids_are_decoded_where_they_are_not_those_of_the_templat
         (whole.replace("2+2", "3+3"), [(0, 0, "the text of message 1 (user) is not in the prompt")]),
     ):
         record = {"reward": 1, "messages": [*messages[:2], {**turn, "prompt_token_ids": ids(prompt)}]}
-        assert found(record, bundled) == missing
+        assert found(record, tokenizer) == missing
 
 
-def test_each_message_is_said_once_with_its_turn_and_no_more_than_eight_of_a_trace(bundled):
+def test_each_message_is_said_once_with_its_turn_and_no_more_than_eight_of_a_trace(tokenizer):
     odd = [{"role": "remark", "content": f"note {n}"} for n in range(12)]
     first = {"role": "assistant", "content": "one"}
     record = {"reward": 1, "messages": [odd[0], user("a"), first, odd[1], user("b"), {**first, "content": "two"}]}
-    assert [(turn, detail.split(" is ")[0]) for _, turn, detail in found(record, bundled)] == [
+    assert [(turn, detail.split(" is ")[0]) for _, turn, detail in found(record, tokenizer)] == [
         (0, "the text of message 0 (remark)"),
         (1, "the text of message 3 (remark)"),
     ]
-    assert len(found(call([*odd, user("a")]), bundled)) == 8
+    assert len(found(call([*odd, user("a")]), tokenizer)) == 8
 
 
 def test_reasoning_media_and_white_space_may_be_missing(tmp_path):
@@ -193,7 +185,7 @@ def test_the_doctor_finds_it_and_says_where(tmp_path, capsys):
     assert one["found"] == "the text of message 0 (remark) is not in the prompt"
 
 
-def test_the_bundled_files_have_none():
+def test_the_tokenizer_files_have_none():
     tokenizer = tg.Tokenizer.from_pretrained(MODEL)
     files = sorted(Path("examples/quickstart").glob("*.jsonl*"))
     assert files

@@ -21,11 +21,6 @@ TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type"
 ASKED = [{"role": "user", "content": "Order a pizza."}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tg.Tokenizer.from_pretrained(MODEL)
-
-
 def answer(pieces=PIECES, content=WORDS, calls=None, finish="stop", usage=None):
     listed = [
         {"token": each, "logprob": -0.5 - at / 10, "bytes": list(each.encode())} for at, each in enumerate(pieces)

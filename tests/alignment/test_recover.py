@@ -16,11 +16,6 @@ RECORDING = Path(__file__).parents[1] / "data" / "random_model.jsonl.gz"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(example):
-    return tg.Tokenizer.from_pretrained(example / "model")
-
-
-@pytest.fixture(scope="module")
 def vocabulary(example):
     """The vocabulary as the tokenizers library has it: id to bytes, and the special ids."""
     from tokenizers import Tokenizer

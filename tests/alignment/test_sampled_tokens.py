@@ -34,11 +34,6 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call
 ARGUMENTS = '{"city": "Rome"}'
 
 
-@pytest.fixture(scope="module")
-def chatml():
-    return load(EXAMPLE)
-
-
 def called(arguments=ARGUMENTS, name="get"):
     return [{"id": "c1", "type": "function", "function": {"name": name, "arguments": arguments}}]
 

@@ -65,19 +65,19 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"{", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b"{", "TG-STORE-033"),
+        (b"[" * 100_000, "TG-STORE-033"),
         (b'{"a":{},"a":{}}', "TG-STORE-033"),
         ([1], "TG-STORE-033"),
         ({"a": 1}, r"TG-STORE-033.*data_offsets"),
         ({"a": entry(offsets=(0, -8))}, r"TG-STORE-033.*data_offsets"),
         ({"a": entry(offsets=(0, 8.0))}, r"TG-STORE-033.*data_offsets"),
         ({"a": entry(dtype="BF16")}, r"TG-STORE-033.*BF16"),
-        ({"a": entry(dtype=["F32"])}, "dtype"),
-        ({"a": entry(shape=(-2,))}, "shape"),
-        ({"a": entry(shape=("2",))}, "shape"),
-        ({"a": entry(shape=(2**62, 2**62))}, "shape"),
-        ({"a": entry(shape=(1,) * 9)}, "shape"),
+        ({"a": entry(dtype=["F32"])}, r"TG-STORE-033.*dtype"),
+        ({"a": entry(shape=(-2,))}, r"TG-STORE-033.*shape"),
+        ({"a": entry(shape=("2",))}, r"TG-STORE-033.*shape"),
+        ({"a": entry(shape=(2**62, 2**62))}, r"TG-STORE-033.*shape"),
+        ({"a": entry(shape=(1,) * 9)}, r"TG-STORE-033.*shape"),
         ({"a": entry(shape=(3,))}, r"TG-STORE-033.*8.*12"),
         ({"a": entry(offsets=(0, 4096), shape=(8, 8, 8, 2))}, r"TG-STORE-033.*4096.*8"),
         (
@@ -86,7 +86,7 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
         ),
         ({"a": entry(shape=(1,), offsets=(4, 8))}, r"TG-STORE-033.*4.*0"),
         ({"a": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*4.*8"),
-        ({"a": entry(), "__metadata__": {"x": 1}}, "metadata"),
+        ({"a": entry(), "__metadata__": {"x": 1}}, r"TG-STORE-033.*metadata"),
     ],
 )
 def test_a_hostile_header_is_refused(tmp_path, header, message):
@@ -269,17 +269,17 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
     written_again(tmp_path, arrays, table)
     check_same(Sequences.load(tmp_path, verify=True), example())
     written_again(tmp_path, {**arrays, name: value}, table)
-    with pytest.raises(FormatError, match=name.partition(".")[2] or name):
+    with pytest.raises(FormatError, match=rf"TG-(ALIGN-029|STORE-033).*{name.partition('.')[2] or name}"):
         Sequences.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trace_ids": ["a"]}, "trace_ids"),
+        ({"trace_ids": ["a"]}, "TG-ALIGN-029.*trace_ids"),
         ({"trace_ids": "abc"}, "TG-ALIGN-022"),
         ({"trace_ids": [1, 2, 3]}, "TG-ALIGN-022"),
-        ({"reward_names": ["a"]}, "reward_names"),
+        ({"reward_names": ["a"]}, "TG-ALIGN-029.*reward_names"),
         ({"drift": None}, "TG-ALIGN-022"),
         ({"trace_ids": ["a", "\ud800", "c"]}, r"TG-ALIGN-022.*utf-8.*codec.*can't.*encode"),
         ({"group_names": ["\udc00x"]}, r"TG-ALIGN-022.*utf-8.*codec.*can't.*encode"),
@@ -288,7 +288,10 @@ def test_arrays_that_promise_what_they_do_not_hold_are_refused(tmp_path, name, v
             "TG-ALIGN-029",
         ),
         ({"drift": {"detail": [], "reasons": [], "errors": [], "recorded": 1e999, "exact": 0}}, "TG-ALIGN-022"),
-        ({"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}}, "drift.reason"),
+        (
+            {"drift": {"detail": ["x"], "reasons": [], "errors": [], "recorded": 4, "exact": 3}},
+            r"TG-ALIGN-029.*drift\.reason",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused(tmp_path, change, message):
@@ -312,7 +315,7 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path):
 def test_a_folder_without_one_of_its_files_is_refused_with_the_cure(tmp_path, name):
     example().save(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(ReadError, match=f"{name}.*(Save it again|Check that the file is there)"):
+    with pytest.raises(ReadError, match=f"TG-STORE-0(29|36).*{name}"):
         Sequences.load(tmp_path)
     with pytest.raises(ReadError, match="TG-STORE-037"):
         Sequences.load(tmp_path / "elsewhere")

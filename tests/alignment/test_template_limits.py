@@ -5,44 +5,39 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import Any
 
 import pytest
 
 from peak import PEAK
 from tracegrad.alignment.tokenizer import Template
 from tracegrad.errors import TemplateError
-
-
-def _user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
+from vocabulary import user
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("{{ raise_exception('No ' ~ messages[0].role ~ ' here') }}", 'raised "No user here" (line 1)'),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "does not end"),
+        ("{{ raise_exception('No ' ~ messages[0].role ~ ' here') }}", r'TG-TEMPLATE-003.*"No user here" \(line 1\)'),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "TG-TEMPLATE-006"),
         (
             "{% set x = 'x' * 999 %}"
             "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}",
-            "does not end",
+            "TG-TEMPLATE-006",
         ),
-        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "too deeply"),
-        ("{{ messages[0].content.x.y }}", "failed"),
-        ("{{ messages|nope }}", "nope is unknown"),
-        ("{{ 10 ** 10 ** 10 }}", "failed"),
-        ("{% for a in range(10 ** 9) %}{% endfor %}", "failed"),
+        ("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "TG-TEMPLATE-006"),
+        ("{{ messages[0].content.x.y }}", "TG-TEMPLATE-005"),
+        ("{{ messages|nope }}", "TG-TEMPLATE-005.*nope"),
+        ("{{ 10 ** 10 ** 10 }}", "TG-TEMPLATE-005"),
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "TG-TEMPLATE-005"),
     ],
 )
 def test_a_template_that_raises_or_does_not_end_is_a_clear_error_within_a_second(source: str, says: str) -> None:
     template = Template(source)
     began = time.process_time()
-    with pytest.raises(TemplateError, match="chat template") as caught:
-        template.render([_user("hi")])
+    with pytest.raises(TemplateError, match=says):
+        template.render([user("hi")])
     # Of CPU time: a second on the clock means nothing on a busy machine.
     assert time.process_time() - began < 1
-    assert says in str(caught.value)
 
 
 LONG = "Some text of a template that is repeated. " * 400

@@ -243,7 +243,7 @@ def test_rendering_without_a_template_says_where_it_belongs(small: tuple[Tokeniz
         (
             {"tokenizer.json": None, "tokenizer_config.json": "nope"},
             TokenizerError,
-            r"tokenizer_config.json: it is not JSON",
+            r"TG-TOKENIZER-006.*tokenizer_config\.json",
         ),
         ({"tokenizer.json": None, "generation_config.json": "[1]"}, TokenizerError, "TG-TOKENIZER-006"),
         ({"tokenizer.json": None, "chat_template.jinja": "{% if %}"}, TemplateError, "TG-TEMPLATE-012"),
@@ -272,13 +272,13 @@ def test_a_hub_name_that_is_not_cached_is_not_downloaded() -> None:
 
 
 def test_ids_that_are_none_are_refused_with_their_place(small: tuple[Tokenizer, Any]) -> None:
-    with pytest.raises(TokenizerError, match="token 1: id 99999 is not in the vocabulary"):
+    with pytest.raises(TokenizerError, match=r"TG-TOKENIZER-012: token 1: .*99999"):
         small[0].decode([0, 99999])
-    with pytest.raises(ArgumentError, match="token 2: id -100 is no token id"):
+    with pytest.raises(ArgumentError, match=r"TG-BORDER-017: token 2: .*-100"):
         small[0].decode(np.array([0, 1, -100]))
     with pytest.raises(ArgumentError, match="TG-ARGS-001"):
         small[0].decode([[1, 2]])
-    with pytest.raises(ArgumentError, match="Pass integers"):
+    with pytest.raises(ArgumentError, match="TG-ARGS-010"):
         small[0].decode([1.5])
     assert small[0].decode([]) == ""
 

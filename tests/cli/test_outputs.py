@@ -68,7 +68,7 @@ def test_nothing_is_written_through_a_link(tmp_path, name, there):
     if there:
         target.write_bytes(b"theirs")
     path.symlink_to(target)
-    with pytest.raises(ReadError, match=r"symbolic link") as raised:
+    with pytest.raises(ReadError, match=r"TG-(STORE-004|READ-004|READ-015)") as raised:
         writer(path)
     assert str(path.parent) in str(raised.value)
     assert os.listdir(target.parent) == (["theirs"] if there else [])
@@ -123,7 +123,7 @@ def test_what_is_no_regular_file_is_refused_and_stays(tmp_path, name, kind):
     path = tmp_path / ending
     special(path, kind)
     mode = path.lstat().st_mode
-    with pytest.raises(ReadError, match=r"it is (a pipe|a folder|a socket|not a regular file)"):
+    with pytest.raises(ReadError, match=r"TG-(STORE-004|READ-004)"):
         writer(path)
     assert path.lstat().st_mode == mode
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -167,13 +165,6 @@ def test_a_pipe_is_read_while_it_is_written(tmp_path):
     held.set()
     assert [ids(part) for part in stream] == [["t1"]]
     writer.join()
-
-
-def test_standard_input_is_read(tmp_path):
-    code = "import tracegrad as tg; print([t.id for t in tg.read('-')])"
-    lines = "".join(json.dumps(record(number)) + "\n" for number in range(2))
-    done = subprocess.run([sys.executable, "-c", code], input=lines, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "['t0', 't1']", done.stderr
 
 
 def test_progress_counts_the_bytes_of_the_files(folder):

@@ -9,20 +9,13 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from messages import said, user
 from tracegrad.cli import main
 from tracegrad.data import infer_fields
 from tracegrad.data.formats import adapt, is_failed
 from tracegrad.errors import FormatError
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
 
 
 def whole(text):

@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from messages import written
 from tracegrad.cli import main
 from tracegrad.data import infer_fields
 from tracegrad.data.formats import adapt
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
-
-
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def logged(opened):

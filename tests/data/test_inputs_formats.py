@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
+from messages import said
 from tracegrad.data import infer_fields
 from tracegrad.data.formats import adapt, eval_log
 from tracegrad.errors import FormatError, ReadError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "inputs"
 LOGPROBS = [-0.25, -0.5, -0.75, -1.0]
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
 
 
 def read(name, **told):
@@ -101,10 +98,6 @@ def test_an_inspect_log_gives_samples_by_their_epochs_with_scores():
     assert [trace.id for trace in tg.read([whole])] == [trace.id for trace in traces]
 
 
-def said_by_the_model(text):
-    return {"role": "assistant", "content": text}
-
-
 def test_samples_of_several_tasks_that_have_one_number_are_of_several_groups():
     sample = {"id": 1, "epoch": 1, "output": {}, "scores": {}, "input": "Translate: Haus"}
     sample["messages"] = [{"role": "user", "content": "Translate: Haus"}, {"role": "assistant", "content": "house"}]
@@ -118,7 +111,7 @@ def test_samples_of_several_tasks_that_have_one_number_are_of_several_groups():
     ]
     told += [
         {"messages": [system, *sample["messages"]]},
-        {"messages": [*sample["messages"][:1], said_by_the_model("home")]},
+        {"messages": [*sample["messages"][:1], said("home")]},
     ]
     traces = tg.read([{**sample, **each} for each in told])
     groups = [trace.group for trace in traces]

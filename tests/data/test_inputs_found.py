@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from messages import user, written
 from tracegrad import config, prepare
 from tracegrad.cli import main
 from tracegrad.data import infer_fields
 from tracegrad.metrics import Stopwatch
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def said(text):
@@ -38,11 +35,6 @@ def calls(sessions=8):
             row = {"session_id": f"s{number}", "started": at, "request": request, "response": {"choices": [said("3")]}}
             rows.append({**row, **more, "seed": random.random()})
     return rows
-
-
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_candidates_are_named_by_type_coverage_and_spread():

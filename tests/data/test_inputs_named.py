@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from messages import call, said, user
 from tracegrad import config
 from tracegrad.data import infer_fields, json_path
 from tracegrad.errors import ArgumentError
@@ -18,14 +19,6 @@ SCORES = [
     {"assessment_name": "right", "feedback": {"value": "correct"}, "valid": True},
     {"assessment_name": "wished", "expectation": {"value": "yes"}},
 ]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
 
 
 def test_a_list_of_scores_is_looked_into_by_their_names():
@@ -179,12 +172,6 @@ def test_words_of_another_tokenizer_that_usage_counts_otherwise_are_no_lost_chun
     assert "wrong_tokenizer" in names
     assert "lost_chunks" not in names
     assert found.next_command.startswith("tracegrad train ")
-
-
-def call(asked, answer, model="m", **more):
-    request = {"model": model, "messages": asked, **more}
-    choices = [{"index": 0, "finish_reason": "stop", "message": said(answer)}]
-    return {"request": request, "response": {"model": model, "choices": choices}}
 
 
 def test_the_name_of_a_reward_counts_more_than_where_it_stands():

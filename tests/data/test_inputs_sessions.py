@@ -3,23 +3,9 @@
 import pytest
 
 import tracegrad as tg
+from messages import call, said, user
 from tracegrad import config
 from tracegrad.data import infer_fields, sessions
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def said(text):
-    return {"role": "assistant", "content": text}
-
-
-def call(asked, answer, model="m", **more):
-    request = {"model": model, "messages": asked, **more}
-    choices = [{"index": 0, "finish_reason": "stop", "message": said(answer)}]
-    return {"request": request, "response": {"model": model, "choices": choices}}
-
 
 TOOLS = {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]}
 
@@ -212,7 +198,7 @@ def test_choices_are_of_no_session_that_is_called_like_them():
     ],
 )
 def test_what_may_be_said_is_no_verdict_and_refused_in_sessions_too(row):
-    with pytest.raises(tg.TracegradError, match=r"a record with the keys|the call failed"):
+    with pytest.raises(tg.TracegradError, match=r"TG-(READ-006|FORMAT-044).*:2: "):
         tg.read([{**call([user("a")], "b"), "sid": "s"}, row], map={"session": "sid"})
 
 

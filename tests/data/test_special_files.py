@@ -65,7 +65,7 @@ def test_a_cache_of_scores_and_a_file_of_functions_are_files(kind, tmp_path):
     path = special(kind, tmp_path / "mine.py")
     with pytest.raises(TracegradError, match=r"TG-STORE-004.*mine\.py"):
         ScoreCache(path)
-    with pytest.raises(OSError, match=f"it is a {kind}"):
+    with pytest.raises(OSError, match=f"Errno 22.*{kind}"):
         load_module(path)
 
 
@@ -91,7 +91,7 @@ def test_json_that_python_does_not_read_is_a_value_error(text, tmp_path):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError):  # noqa: PT011 (whatever its words)
         read_json(path)
-    with pytest.raises(OSError, match="more than 2 bytes"):
+    with pytest.raises(OSError, match=r"Errno 27.* 2 "):
         read_json(special_free(tmp_path), limit=2)
 
 

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from spoil import EXAMPLE, MODEL, answers, diagnosed, entries, names, recorded, responses, spoiled
+from spoil import EXAMPLE, MODEL, answers, diagnosed, entries, first, names, recorded, responses, spoiled, zero
 from tracegrad.doctor import CHECKS, Hits, Place, Severity, diagnose, render_lines
-
-
-def first(diagnosis):
-    return diagnosis.findings[0].hits.first
 
 
 def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_next(tmp_path):
@@ -132,11 +128,6 @@ def test_logprobs_that_their_own_alternatives_contradict_are_found(tmp_path, lag
 
 
 def test_zeros_in_place_of_logprobs_are_found(tmp_path):
-    def zero(record):
-        for content in entries(record):
-            for entry in content:
-                entry["logprob"] = 0.0
-
     found = diagnosed(spoiled(zero, every=5), tmp_path)
     assert names(found) == {"filled_logprobs": "WRONG"}
     assert (

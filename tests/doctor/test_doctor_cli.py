@@ -13,7 +13,7 @@ import pytest
 
 import tracegrad
 from generate_docs import with_findings
-from spoil import MODEL, entries, recorded, save, spoiled
+from spoil import MODEL, recorded, save, spoiled, zero
 from tracegrad.cli import main
 from tracegrad.doctor import CHECKS, diagnose
 from tracegrad.doctor.render import printable
@@ -23,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 
 def doctor(path, *more):
     return main(["doctor", str(path), "--model", str(MODEL), *more])
-
-
-def zero(record):
-    for content in entries(record):
-        for entry in content:
-            entry["logprob"] = 0.0
 
 
 def test_a_clean_file_gets_one_line_the_next_command_and_exit_code_0(tmp_path, capsys):

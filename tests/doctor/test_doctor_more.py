@@ -9,15 +9,11 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from spoil import MODEL, answers, diagnosed, entries, names, recorded, responses, save, spoiled
+from spoil import MODEL, answers, diagnosed, entries, first, names, recorded, responses, save, spoiled
 from tracegrad.doctor import diagnose
 from tracegrad.doctor.stats import Hashes
 
 THOUGHT = "<think>\nA price is asked for.\n</think>\n"
-
-
-def first(diagnosis):
-    return diagnosis.findings[0].hits.first
 
 
 def several_turns(shape):

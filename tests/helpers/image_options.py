@@ -4,17 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.torch import load_file
 
 import tracegrad as tg
 import vlm
 from picture_pages import GOLDEN
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
 
 
 def images_tower(folder: Path) -> None:

@@ -2,22 +2,10 @@
 
 import base64
 
-import pytest
-
 import tracegrad as tg
 import vlm
 
 START, END, PAD = 640, 641, 642
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return tg.Tokenizer.from_pretrained(folder)
 
 
 PICTURES = [vlm.picture(56, 56, 1), vlm.picture(84, 56, 2, kind="JPEG"), vlm.picture(56, 56, 3, kind="WEBP")]

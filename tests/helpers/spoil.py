@@ -88,3 +88,13 @@ def fresh(record: Record, number: int) -> Record:
     for response in responses(again):
         response["id"] = f"{response['id']}{number:04d}"
     return again
+
+
+def zero(record: Record) -> None:
+    for content in entries(record):
+        for entry in content:
+            entry["logprob"] = 0.0
+
+
+def first(diagnosis: Any) -> Any:
+    return diagnosis.findings[0].hits.first

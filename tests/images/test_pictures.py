@@ -10,7 +10,7 @@ from PIL import Image
 
 import tracegrad as tg
 import vlm
-from picture_calls import PAD, PICTURES, call, folder, prompt, read, shown, tokenizer  # noqa: F401
+from picture_calls import PAD, PICTURES, call, prompt, read, shown
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, ReadError

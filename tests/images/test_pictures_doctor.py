@@ -20,16 +20,6 @@ from tracegrad.trainer.load_model import load_full_model
 from view_pages import written
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return tg.Tokenizer.from_pretrained(folder)
-
-
 def diagnosed(records, tmp_path, folder, **more):
     return diagnose(written(tmp_path / "t.jsonl", records), folder, **more)
 

@@ -9,9 +9,6 @@ import pytest
 from safetensors.torch import load_file
 
 import tracegrad as tg
-from image_options import (
-    folder,  # noqa: F401
-)
 from picture_pages import GOLDEN
 from tracegrad import prepare
 from tracegrad.config import Config, Data

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import tracegrad as tg
-import vlm
 from picture_pages import GOLDEN
 from record_pictures import PROMPTS
 from tracegrad.model import logprobs
@@ -17,11 +16,6 @@ from tracegrad.rollout.launch import launch
 from tracegrad.trainer.load_model import load_full_model
 
 CASES = [*PROMPTS, "sampled_pads", "turns", "generate", "doubled"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
 
 
 @pytest.fixture(scope="module")

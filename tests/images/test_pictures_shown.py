@@ -29,16 +29,6 @@ SECRET = b"a stranger's words"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vlm.folder(tmp_path_factory.mktemp("vlm") / "model")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return tg.Tokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
 def recorded(tokenizer):
     return tg.align(tg.read(GOLDEN), tokenizer)
 

@@ -91,7 +91,7 @@ def test_a_folder_that_brings_code_is_refused_without_a_question(tmp_path, monke
     monkeypatch.setattr("builtins.input", lambda *what: asked.append(what) or "y")
     loads, file, more = KINDS[name]
     folder = spoilt(tmp_path / "model", file, more)
-    with pytest.raises(ReadError, match=str(folder)):
+    with pytest.raises(ReadError, match=f"TG-(TRAIN-096|IMAGE-014): {folder}"):
         loads(folder)
     assert not asked
     assert not (folder / "ran").exists()

@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from padded import NAN, hard, run
+from padded import hard, run
 from tracegrad import recipes
-from tracegrad.advantage import group_mean, rloo
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     Aggregation,
     Clip,
-    MaskOutside,
     Objective,
     PolicyGradient,
     Ratio,
-    Reduce,
     Rejection,
     Truncate,
     Weight,
@@ -51,26 +48,6 @@ class TestVerlsK1BoundsTheInverseRatio:
         assert kept[:, 0].tolist() == inverted
 
 
-class TestDenominatorsAfterRejection:
-    # two traces of two terms, one term rejected: 4 terms in all, 3 kept
-    old, rollout = np.array([-1.0, -1.0, -1.0, -1.0]), np.array([-1.0, -1.0, -1.0, -4.0])
-    gate = Rejection(MISMATCH, high=2.0)
-
-    def scale(self, reduce):
-        return correct(
-            self.old, self.rollout, trace=np.array([0, 0, 1, 1]), rejections=[self.gate], reduce=reduce
-        ).scale
-
-    def test_all_terms_count_in_trl_slime_skyrl_areal_and_by_default(self):
-        assert self.scale(Reduce("token")).tolist() == [1 / 4] * 4
-        assert self.scale(Reduce("trace", "mean")).tolist() == [1 / 4] * 4
-
-    def test_kept_terms_count_in_verl_without_global_counts(self):
-        assert self.scale(Reduce("token", denominator="kept"))[:3].tolist() == pytest.approx([1 / 3] * 3)
-        found = self.scale(Reduce("trace", "mean", denominator="kept"))
-        assert found[:3].tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 2])
-
-
 class TestWhereEverythingIsRejected:
     def test_loss_and_gradient_are_zero_and_so_is_the_effective_sample_size(self):
         data = hard(0)
@@ -89,41 +66,6 @@ class TestWhereEverythingIsRejected:
         found = run(recipes.find("VERL_DECOUPLED_GEO_RS").objective, data)
         assert found.loss == 0
         assert (found.gradient == 0).all()
-
-
-class TestBounds:
-    def test_those_of_a_clip_are_distances_and_those_of_weights_and_gates_are_ratios(self):
-        with pytest.raises(ArgumentError, match="TG-OBJ-039"):
-            Clip(0.8, 1.28)
-        for wrong in (
-            lambda: Truncate(0.0, 0.2),
-            lambda: MaskOutside(0.2, 0.28),
-            lambda: Rejection(MISMATCH, high=0.28),
-        ):
-            with pytest.raises(ArgumentError, match=r"TG-ARGS-015.*1"):
-                wrong()
-
-    def test_they_belong_to_the_band_but_in_a_strict_window(self):
-        # SkyRL's rollout_is excludes its bounds, everyone else includes them: old/rollout of exactly 2 and 0.5
-        old = np.log([0.5, 0.25])
-        rollout = np.log([0.25, 0.5])
-        for strict, expected in ((False, [2.0, 0.5]), (True, [0.0, 0.0])):
-            weight = Weight(MISMATCH, transform=MaskOutside(0.5, 2.0, strict=strict))
-            found = correct(old, rollout, trace=np.arange(2), weights=[weight]).weight
-            assert found.tolist() == pytest.approx(expected)
-        assert kept_at([2.0], Rejection(MISMATCH, high=np.exp(np.log(2.0)))) == [True]
-
-
-def test_a_sequence_ratio_is_a_product_or_a_geometric_mean_and_says_which():
-    # log-ratios of 0.5 at each of 4 terms: e^2 or e^0.5
-    old, rollout, trace = np.full(4, -1.0), np.full(4, -1.5), np.zeros(4, int)
-    product, mean = (Weight(MISMATCH, Aggregation("trace", agg)) for agg in ("sum", "mean"))
-    assert correct(old, rollout, trace=trace, weights=[product]).weight == pytest.approx(np.full(4, np.exp(2.0)))
-    assert correct(old, rollout, trace=trace, weights=[mean]).weight == pytest.approx(np.full(4, np.exp(0.5)))
-    assert "sum over the trace" in str(product)
-    assert "mean over the trace" in str(mean)
-    with pytest.raises(ArgumentError, match=r"TG-ARGS-011.*sum.*mean.*max"):
-        Aggregation("trace")
 
 
 class TestTheSameMismatchIsCorrectedOnce:
@@ -171,42 +113,3 @@ def test_an_advantage_of_zero_takes_dppos_low_branch_which_changes_what_is_count
     assert evaluate(objective, logprobs, None, bad).per_term.keep.tolist() == [False]
     good = replace(terms, advantages=torch.ones(1))
     assert evaluate(objective, logprobs, None, good).per_term.keep.tolist() == [True]
-
-
-class TestAGroupOfOne:
-    rewards, groups = np.array([1.0, 3.0, 0.7]), np.array([0, 0, 1])
-
-    def test_is_refused_until_the_caller_says_what_it_means(self):
-        with pytest.raises(ArgumentError, match="TG-ADV-009"):
-            rloo(self.rewards, self.groups)
-
-    def test_keeps_its_reward_in_verls_rloo_and_is_zero_in_its_vectorized_form(self):
-        assert rloo(self.rewards, self.groups, single_sample_group="keep") == pytest.approx([-2.0, 2.0, 0.7])
-        assert rloo(self.rewards, self.groups, single_sample_group="zero") == pytest.approx([-2.0, 2.0, 0.0])
-
-    def test_keeps_its_reward_in_verls_and_skyrls_grpo(self):
-        found = group_mean(self.rewards, self.groups, scale="std", ddof=1, eps=1e-6, single_sample_group="keep")
-        assert found[2] == pytest.approx(0.7, rel=1e-5)
-
-
-class TestAMissingLogprob:
-    old, rollout, trace = np.array([-1.0, -1.0]), np.array([-1.5, NAN]), np.array([0, 0])
-    weights = (Weight(MISMATCH, Aggregation("trace", "mean")),)
-
-    def correct(self, missing):
-        return correct(self.old, self.rollout, trace=self.trace, weights=self.weights, missing_logprobs=missing)
-
-    def test_is_dropped_and_counted_by_default(self):
-        found = self.correct("mask")
-        assert found.keep.tolist() == [True, False]
-        assert found.weight.tolist() == pytest.approx([np.exp(0.5), 0.0])
-        assert found.metrics["missing"] == 1
-
-    def test_weighs_one_where_asked_as_in_trl(self):
-        assert self.correct("ratio_one").weight.tolist() == pytest.approx([np.exp(0.5), 1.0])
-
-    def test_is_an_error_where_asked_and_never_a_ratio_of_one_in_disguise(self):
-        with pytest.raises(ArgumentError, match="TG-RATIO-001"):
-            self.correct("error")
-        with pytest.raises(ArgumentError, match="TG-OBJ-020"):
-            presets.GRPO_DIRECT.check_missing("ratio_one")

@@ -14,6 +14,7 @@ from tracegrad.objective import (
     Identity,
     MaskOutside,
     Ratio,
+    Reduce,
     Rejection,
     RejectionBudget,
     TopEntropy,
@@ -149,9 +150,19 @@ class TestGates:
             (Rejection(MISMATCH, "k1", Aggregation("turn", "prefix_sum"), low=-0.3), [1, 1, 0, 1, 1]),
             (Rejection(MISMATCH, "ratio", Aggregation("trace", "prefix_min"), low=0.9), [1, 1, 0, 1, 0]),
             (Rejection(MISMATCH, "k1", Aggregation("turn", "prefix_sum"), high=0.3, drops="trace"), [0, 0, 0, 0, 1]),
+            # ratios 1.11, 1.35, 0.61 | 2.72 | 0.82; the mean of trace 0 is e^(-0.1 / 3) = 0.97
+            (Rejection(MISMATCH, low=0.7, high=2.0), [1, 1, 0, 0, 1]),
+            (Rejection(MISMATCH, low=0.7, drops="turn"), [1, 1, 0, 1, 1]),
+            (Rejection(MISMATCH, low=0.7, drops="trace"), [0, 0, 0, 1, 1]),
+            (Rejection(MISMATCH, "k1", Aggregation("trace", "sum"), high=0.5), [1, 1, 1, 0, 1]),
+            (Rejection(MISMATCH, "ratio", Aggregation("trace", "mean"), low=0.99), [0, 0, 0, 1, 0]),
+            # k2: 0.005, 0.045, 0.125 | 0.5 | 0.02; k3: 0.005, 0.05, 0.107 | 0.718 | 0.019
+            (Rejection(MISMATCH, "k2", Aggregation("turn", "max"), high=0.1), [1, 1, 0, 0, 1]),
+            (Rejection(MISMATCH, "k3", high=0.12), [1, 1, 1, 0, 1]),
+            (Rejection(MISMATCH, "k3", Aggregation("turn", "mean"), high=0.05, drops="trace"), [0, 0, 0, 0, 1]),
         ],
     )
-    def test_wide_and_running_levels(self, gate, keep):
+    def test_levels_by_hand(self, gate, keep):
         assert keeps(gate) == [bool(flag) for flag in keep]
 
     def test_over_kept_counts_the_survivors_of_the_gates_before(self):
@@ -172,6 +183,8 @@ class TestGates:
     def test_a_condition_spares_the_other_sign_and_the_scope_does_not(self):
         gate = Rejection(MISMATCH, "k1", high=0.2, when="A<0", drops="trace")
         assert keeps(gate, advantages=np.array([1.0, -1.0, 1.0, 1.0, -1.0])) == [False, False, False, True, True]
+        with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*without.*advantages"):
+            keeps(gate)
 
     def test_ratios_of_the_trained_policy_are_left_to_the_objective(self):
         theta = Rejection(Ratio("theta", "old"), high=1.0)
@@ -286,6 +299,10 @@ class TestLevels:
     @pytest.mark.parametrize(
         ("level", "expected"),
         [
+            (Aggregation("turn", "sum"), [0.4, 0.4, -0.5, 1.0, -0.2]),
+            (Aggregation("turn", "mean"), [0.2, 0.2, -0.5, 1.0, -0.2]),
+            (Aggregation("trace", "sum"), [-0.1, -0.1, -0.1, 1.0, -0.2]),
+            (Aggregation("trace", "max"), [0.3, 0.3, 0.3, 1.0, -0.2]),
             (Aggregation("group", "sum"), [0.9, 0.9, 0.9, 0.9, -0.2]),
             (Aggregation("group", "max"), [1.0, 1.0, 1.0, 1.0, -0.2]),
             (Aggregation("batch", "mean"), [0.14] * 5),
@@ -370,6 +387,23 @@ class TestShapes:
         for shape in (Gamma(2.0, 3.0), Gamma(50.0, 0.1), Gaussian(0.1)):
             assert np.isfinite(correct(**columns, weights=[Weight(MISMATCH, transform=shape)]).weight).all(), shape
         assert correct(**columns, weights=[Weight(MISMATCH, transform=Gamma(2.0, 3.0))]).weight[0] == 0
+
+    def test_a_window_sets_weights_to_zero_and_leaves_keep(self):
+        found = correct(**STEP, weights=[Weight(MISMATCH, transform=MaskOutside(0.7, 2.0))])
+        np.testing.assert_allclose(found.weight, [np.exp(0.1), np.exp(0.3), 0.0, 0.0, np.exp(-0.2)])
+        assert found.keep.all()
+        assert found.metrics["truncated_fraction"] == 2 / 5
+
+    def test_a_log_ratio_beyond_the_limit_is_clamped_and_counted(self):
+        found = correct(np.array([-1.0, -60.0]), np.array([-60.0, -1.0]), trace=[0, 1], weights=[Weight(MISMATCH)])
+        np.testing.assert_allclose(np.log(found.weight), [LOG_RATIO_LIMIT, -LOG_RATIO_LIMIT])
+        assert found.metrics["clamped"] == 2
+
+    def test_everything_rejected_is_zero_and_not_nan(self):
+        gate, reduce = Rejection(MISMATCH, low=1.0, high=1.0), Reduce("trace", "mean", denominator="kept")
+        found = correct(**STEP, rejections=[gate], weights=[Weight(MISMATCH)], reduce=reduce)
+        assert not found.keep.any()
+        assert found.scale.tolist() == [0.0] * 5
 
     def test_weights_multiply(self):
         weights = [

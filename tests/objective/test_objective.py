@@ -10,7 +10,6 @@ import torch
 from padded import NAN, hard, run, spoilt
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
-    AdvantageShift,
     Aggregation,
     Clip,
     EntropyBonus,
@@ -49,17 +48,6 @@ def test_nan_at_a_masked_term_reaches_neither_loss_nor_gradient(level):
     assert not any(getattr(found.per_term, name).isnan().any() for name in ("surrogate", "ratio", "penalty"))
 
 
-def test_a_token_gradient_gives_each_term_that_of_its_own_surrogate():
-    # d(-A s)/dlogp_t = -A s where s is held at its value: one factor, not the mean's 1 / length.
-    objective = Objective(replace(WIDE, level=Aggregation("trace", "mean", "token")), THETA_OLD, reduce=Reduce("token"))
-    data = hard(3)
-    found = run(objective, data)
-    through = run(replace(objective, surrogate=replace(WIDE, level=Aggregation("trace", "mean"))), data)
-    torch.testing.assert_close(found.loss, through.loss, rtol=1e-14, atol=0)
-    expected = found.per_term.surrogate / data["mask"].sum() * data["mask"]
-    torch.testing.assert_close(found.gradient, expected, rtol=1e-12, atol=1e-15)
-
-
 def test_a_level_reaches_over_the_branches_and_turns_of_its_trace_wherever_they_stand():
     # log-ratios 0.1 0.2 | 0.4 in two turns of trace 7, 0.8 in trace 3; sums 0.7 and 0.8, by turn 0.3, 0.4 and 0.8
     logprobs = torch.tensor([0.1, 0.8, 0.2, 0.4]) - 1
@@ -95,17 +83,6 @@ def test_the_proximal_lies_between_the_recorded_and_the_trained_policy():
     assert logprobs.grad.item() == pytest.approx(-np.exp(1.0))  # the proximal is held constant
 
 
-def test_a_shift_is_paid_out_of_the_advantage_and_has_no_gradient_of_its_own():
-    # A = 1 and 2, log theta/rollout = 0.5 and -0.5, coefficient 0.4: A' = 0.8 and 2.2, centred the same (mean 0)
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    terms = Terms(
-        rollout=torch.tensor([-1.5, -1.5]), advantages=torch.tensor([1.0, 2.0]), scale=torch.tensor([1.0, 1.0])
-    )
-    for centre in (None, "microbatch"):
-        objective = Objective(PolicyGradient(), shifts=(AdvantageShift(Ratio("theta", "rollout"), 0.4, centre),))
-        assert objective.coefficients(logprobs, terms).tolist() == pytest.approx([0.8, 2.2])
-
-
 def test_a_step_without_a_kept_term_has_loss_zero_and_a_gradient_of_zeros():
     logprobs = torch.tensor([NAN, NAN], requires_grad=True)
     nothing = torch.zeros(2)
@@ -116,27 +93,6 @@ def test_a_step_without_a_kept_term_has_loss_zero_and_a_gradient_of_zeros():
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
-def test_the_clipped_flag_knows_the_sign_of_the_advantage():
-    # ratios e^0.5 = 1.65 and e^-0.5 = 0.61 against [0.8, 1.2]: only where the clip takes the gradient away
-    logprobs = torch.tensor([-0.5, -0.5, -1.5, -1.5])
-    ones = torch.ones(4)
-    terms = Terms(old=-ones, advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]), scale=ones)
-    found = evaluate(Objective(Clip(), THETA_OLD), logprobs, None, terms).per_term
-    assert found.clipped.tolist() == [True, False, False, True]
-    torch.testing.assert_close(found.surrogate, torch.tensor([-1.2, 0.5**-0.7213475, -(0.5**0.7213475), 0.8]))
-
-
-def test_dual_clip_bounds_the_loss_of_a_bad_token():
-    # ratio e^2 = 7.39, A = -1: the loss would be 7.39 and stops at 3
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    terms = Terms(old=torch.tensor([-3.0]), advantages=torch.tensor([-1.0]), scale=torch.ones(1))
-    found = evaluate(Objective(Clip(dual=3.0), THETA_OLD), logprobs, None, terms)
-    found.loss.backward()
-    assert found.loss.item() == 3.0
-    assert found.per_term.clipped.item()
-    assert logprobs.grad.item() == 0.0
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", float(np.exp(-0.5)) - 1 + 0.5)])
 def test_each_penalty_is_its_formula(kind, expected):
     penalty = Penalty(Ratio("theta", "ref"), kind, 2.0, masked=True, weighted=False)
@@ -144,24 +100,6 @@ def test_each_penalty_is_its_formula(kind, expected):
     found = evaluate(Objective(PolicyGradient(), penalties=(penalty,)), torch.tensor([-1.0]), None, terms)
     assert found.loss.item() == pytest.approx(2 * expected, rel=1e-6)
     assert found.per_term.penalty.item() == pytest.approx(2 * expected, rel=1e-6)
-
-
-def test_a_penalty_says_whether_gates_and_weights_touch_it():
-    # l = 1 at both terms, the first dropped, the second with weight 3, coefficient 1, scale 1
-    def loss(gated, weighted):
-        penalty = Penalty(Ratio("theta", "ref"), "k1", 1.0, masked=gated, weighted=weighted)
-        terms = Terms(
-            old=torch.zeros(2),
-            ref=torch.full((2,), -1.0),
-            advantages=torch.zeros(2),
-            scale=torch.ones(2),
-            weight=torch.tensor([3.0, 3.0]),
-            keep=torch.tensor([False, True]),
-        )
-        objective = replace(presets.GRPO, penalties=(penalty,))
-        return evaluate(objective, torch.zeros(2), None, terms).loss.item()
-
-    assert [loss(False, False), loss(True, False), loss(False, True), loss(True, True)] == [2.0, 1.0, 6.0, 3.0]
 
 
 def test_a_penalty_and_a_bonus_run_over_what_all_gates_left_or_the_detached_ones_or_over_all():

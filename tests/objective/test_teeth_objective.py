@@ -69,10 +69,11 @@ def test_an_entropy_bonus_says_all_that_it_does():
 
 def test_a_shift_is_centred_on_the_terms_that_count_and_have_both_logprobs():
     # l = 1, 3 | 50 at a dropped term | unknown | 90 in padding. The mean of the first two is 2, so A' = 1.5 and 0.5.
-    theta = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    # A shift with a gradient of its own would change the coefficients, as the two logprobs differ.
+    theta = torch.tensor([-1.0, -3.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     given = terms(
         advantages=[1.0, 1.0, 1.0, 1.0, 1.0],
-        rollout=[-2.0, -4.0, -51.0, math.nan, -91.0],
+        rollout=[-2.0, -6.0, -51.0, math.nan, -91.0],
         keep=[True, True, False, False, True],
         scale=[1.0, 1.0, 1.0, 1.0, 0.0],
     )

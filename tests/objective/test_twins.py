@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 
-from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     Aggregation,
     Gamma,
@@ -194,8 +193,3 @@ def test_gates_of_the_reference_and_of_old_against_ref_are_the_same():
         twin = evaluate(objective, data["old"], None, Terms(ref=ref, scale=torch.ones(SIZE), **given)).per_term
         assert twin.keep.tolist() == core.keep.tolist()
         assert 0 < core.keep.sum() < SIZE
-
-
-def test_a_trained_statistic_over_the_batch_says_that_it_sees_one_micro_batch():
-    with pytest.raises(ArgumentError, match="TG-OBJ-029"):
-        Rejection(Ratio("theta", "rollout"), level=Aggregation("batch", "mean"), low=0.9)

@@ -41,7 +41,7 @@ def test_a_cache_that_is_not_cleared_ends_the_run_by_its_name(served, example, t
         return lambda servers: weight_sync.File(servers, driven.out / "weights", clear_cache=False)
 
     monkeypatch.setattr(training_loop, "weight_sync_backend", careless)
-    with pytest.raises(SyncFault, match="On a new prompt they agree"):
+    with pytest.raises(SyncFault, match=r"TG-ONLINE-020.*On a new prompt they agree"):
         run(example, served, tmp_path, steps=6)
 
 

@@ -342,7 +342,7 @@ async def with_client(policy, body):
         (False, {"top_p": 0.8}, r"TG-ONLINE-016.*sets.*top_p=0\.8"),
         (False, {"frequency_penalty": 1.5}, r"TG-ONLINE-016.*sets.*frequency_penalty=1\.5"),
         (True, {"temperature": 0.7}, r"TG-ONLINE-016.*sets.*temperature=0\.7"),
-        (False, {"n": 2}, "sets n=2"),
+        (False, {"n": 2}, r"TG-ONLINE-016.*sets n=2"),
     ],
     ids=str,
 )

@@ -134,10 +134,10 @@ def test_what_waits_for_a_server_that_has_ended_raises_why():
     why = None
     with ServerPool(lambda: Servers(["http://127.0.0.1:9"], model="m"), end_reason=lambda: why) as link:
         link.check()
-        why = "vLLM ended with status 137"
-        with pytest.raises(ServerError, match="ended with status 137"):
+        why = "TG-ROLLOUT-054: vLLM ended with status 137"
+        with pytest.raises(ServerError, match=r"TG-ROLLOUT-054.*137"):
             link.run(forever)
-        with pytest.raises(ServerError, match="ended with status 137"):
+        with pytest.raises(ServerError, match=r"TG-ROLLOUT-054.*137"):
             link.check()
 
 

@@ -202,7 +202,7 @@ def test_advantages_may_be_given_per_term():
 
 def test_a_trace_longer_than_the_budget_is_refused_by_name():
     s = sequences([3, 9, 8], [[2], [8], [7]])
-    with pytest.raises(ArgumentError, match=r"trace '1': branch 0 has 9 tokens .*\(2 traces .*tokens_per_row to 9"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-517: trace '1': branch 0 .*9.*5 \(2 .*9"):
         pack(s, np.zeros(3), tokens_per_row=5)
 
 
@@ -321,6 +321,8 @@ def test_as_many_terms_as_traces_are_told_apart_by_a_word():
     [by_trace] = pack(one_each, [1.0, -1.0], tokens_per_row=8)
     [by_term] = pack(one_each, [1.0, -1.0], tokens_per_row=8, per="term")
     assert (by_trace.advantages.tolist(), by_term.advantages.tolist()) == ([1.0, 1.0], [1.0, -1.0])
+    [undecided] = pack(sequences([3, 3], [[1, 2], []]), [0.5, 9.0], tokens_per_row=8)
+    assert undecided.advantages.tolist() == [0.5, 0.5]
     with pytest.raises(ArgumentError, match=r"TG-PACK-009.*2.*per='trace"):
         pack(SMALL, [1.0, -1.0], tokens_per_row=8, per="trace")
 
@@ -346,11 +348,6 @@ def test_arguments_that_make_no_sense_are_refused(change, message):
         pack(SMALL, arguments.pop("advantages"), **arguments)
 
 
-def test_as_many_advantages_as_traces_are_per_trace():
-    [step] = pack(sequences([3, 3], [[1, 2], []]), [0.5, 9.0], tokens_per_row=8)
-    assert step.advantages.tolist() == [0.5, 0.5]
-
-
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ArgumentError, match="TG-PACK-008"):
         pack(sequences([3, 3], [[], []]), np.zeros(2), tokens_per_row=8)
@@ -360,16 +357,8 @@ def test_nothing_to_train_is_an_error():
 
 def test_a_first_token_cannot_be_trained():
     s = Sequences.from_arrays([1, 2], [0, 2], [-0.1, -0.1], [True, True])
-    with pytest.raises(ArgumentError, match="trace '0': the first token of branch 0 is trainable"):
+    with pytest.raises(ArgumentError, match=r"TG-PACK-516: trace '0': .*branch 0"):
         pack(s, [1.0], tokens_per_row=8)
-
-
-def test_packing_needs_no_torch():
-    import subprocess
-    import sys
-
-    code = "import sys, tracegrad.packing; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_trace_of_which_nothing_was_sampled_stands_beside_those_that_have_branches():

@@ -238,7 +238,7 @@ class TestWhereSkyrlIsUndefined:
         )
         assert same is loss
         assert not metrics
-        with pytest.raises(ArgumentError, match=r"TG-.*rollout"):
+        with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*rollout"):
             correct(data["old"], None, mask=data["mask"], weights=Correction("token").weights)
 
     def test_its_floor_for_an_unknown_logprob_takes_the_whole_row_and_is_refused_here(self):
@@ -252,7 +252,7 @@ class TestWhereSkyrlIsUndefined:
             Correction(mask="product").options,
         )
         assert not kept[0].any()
-        with pytest.raises(ArgumentError, match=r"TG-.*9999"):
+        with pytest.raises(ArgumentError, match=r"TG-RATIO-001.*9999"):
             correct(data["old"], data["rollout"], mask=data["mask"])
         data["rollout"][0, 0] = float("nan")
         found = correct(data["old"], data["rollout"], mask=data["mask"], weights=Correction("token").weights)

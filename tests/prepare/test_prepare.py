@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tracegrad as tg
+from folder_bytes import contents
 from tracegrad import prepare
 from tracegrad.cli import main
 from tracegrad.config import Data, FieldMap
@@ -53,10 +54,6 @@ def prepared(example, traces, tmp_path):
         return prepare.prepare(str(source), model, data, tmp_path / "o", shard_traces=shard_traces, resume=resume)
 
     return make
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(example, prepared, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 import tracegrad as tg
 from buckets import served
+from folder_bytes import contents
 from tracegrad import prepare
 from tracegrad.cli import main
 from tracegrad.config import Data
@@ -39,10 +40,6 @@ def make(example, out, **more):
     return prepare.prepare("s3://data/in", example / "model", Data(on_error="quarantine"), out, **told)
 
 
-def local(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def there(s3, folder):
     s3.invalidate_cache()
     return {name.removeprefix(f"{folder}/"): s3.cat_file(name) for name in s3.find(folder)}
@@ -50,7 +47,7 @@ def there(s3, folder):
 
 def test_a_folder_in_a_bucket_has_the_bytes_of_one_here(s3, example, tmp_path):
     make(example, tmp_path / "o")
-    wanted = {name: text for name, text in local(tmp_path / "o").items() if name != ".lock"}
+    wanted = {name: text for name, text in contents(tmp_path / "o").items() if name != ".lock"}
     assert {"in.part-00000.quarantine.raw", "part-00001.json", "manifest.json"} < wanted.keys()
     make(example, "s3://data/one")
     assert there(s3, "data/one") == wanted
@@ -68,13 +65,13 @@ def test_a_folder_in_a_bucket_is_loaded_and_its_shards_one_by_one(s3, example, t
     told = prepare.load("s3://data/three", example / "model", Data(), tmp_path, Stopwatch())[0]
     assert told.trace_ids == wanted.trace_ids
     shard = download.fetch_folder("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
-    assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
+    assert contents(shard) == contents(tmp_path / "o" / "shard-00001-00000")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["shard-00001-00000"]  # no other was brought
     before = (shard / "sequences.json").stat().st_mtime_ns
     text = (shard / "traces.safetensors").read_bytes()
     (shard / "traces.safetensors").write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
     download.fetch_folder("s3://data/three", "shard-00001-00000", into=tmp_path / "here")
-    assert local(shard) == local(tmp_path / "o" / "shard-00001-00000")
+    assert contents(shard) == contents(tmp_path / "o" / "shard-00001-00000")
     assert (shard / "sequences.json").stat().st_mtime_ns == before  # what was right is not brought again
     with pytest.raises(ReadError, match=r"TG-STORE-001.*shard-00009"):
         download.fetch_folder("s3://data/three", "shard-00009")
@@ -87,10 +84,10 @@ def test_a_shard_of_which_a_file_is_not_written_again_is_not_whole(s3, example, 
     s3.rm_file("data/ten/shard-00001-00000/sequences.json")
 
     def broken(path, address):
-        raise ReadError(f"{address}: the line is cut")
+        raise ReadError(f"TG-STORE-009: {address}: the line is cut")
 
     monkeypatch.setattr(remote, "upload", broken)
-    with pytest.raises(ReadError, match="the line is cut"):
+    with pytest.raises(ReadError, match="TG-STORE-009"):
         make(example, "s3://data/ten", resume=True)
     s3.invalidate_cache()
     assert not s3.exists("data/ten/manifest.json")

@@ -19,6 +19,7 @@ import pytest
 
 import tracegrad as tg
 from doc_blocks import blocks
+from folder_bytes import contents
 from tracegrad import prepare
 from tracegrad.config import Data, FieldMap
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
@@ -48,10 +49,6 @@ def make(example, tmp_path):
         return prepare.prepare(str(source), example / "model", Data(), tmp_path / out, **told)
 
     return made
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
@@ -110,7 +107,7 @@ def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, mon
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        with pytest.raises(ArgumentError, match="no answer as a cluster gives it within 10 s"):
+        with pytest.raises(ArgumentError, match=r"TG-PREPARE-009.*10 s"):
             make("o", ray_address=f"127.0.0.1:{silent.getsockname()[1]}")
 
 
@@ -161,7 +158,7 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     assert account.cut_groups == one.cut_groups > 0
     assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
     (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
-    with pytest.raises(FormatError, match=r"bad\.jsonl:65: ") as found:
+    with pytest.raises(FormatError, match=r"TG-FORMAT-.*bad\.jsonl:65: ") as found:
         make("bad", tmp_path / "bad.jsonl", ray_address="")
     assert found.value.line == 65
 
@@ -173,9 +170,7 @@ class Unknown(ray_backend.Preparer):
 @pytest.mark.nightly
 def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
     monkeypatch.setattr(ray_backend, "Preparer", Unknown)
-    with pytest.raises(
-        TracegradError, match=r"Ray: ModuleNotFoundError: No module named 'test_prepare_ray'\. .*Install"
-    ):
+    with pytest.raises(TracegradError, match=r"TG-PREPARE-006.*ModuleNotFoundError: .*'test_prepare_ray'"):
         make("o", ray_address="")
 
 

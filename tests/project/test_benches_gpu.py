@@ -137,7 +137,7 @@ def test_prefixes_are_shared_with_the_largest_model_that_fits(monkeypatch):
     from models import largest_model, row_tokens
 
     assert [largest_model(n * GIB, 4) for n in (139, 79, 40)] == ["Qwen3-4B", "Qwen3-1.7B", "Qwen3-0.6B"]
-    with pytest.raises(ValueError, match=r"Qwen3-4B with 8 bytes a parameter leaves no memory .* of 32 GiB"):
+    with pytest.raises(ValueError, match=r"Qwen3-4B .*8 .*32 GiB"):
         row_tokens("Qwen3-4B", 32 * GIB, 8)
 
 

@@ -1,6 +1,7 @@
-"""Every cause of an error has one code, which its message contains and the page of errors lists."""
+"""Every cause of an error has one code, which its message contains, the page of errors lists and tests match."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -65,3 +66,69 @@ def test_the_page_lists_them_all():
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     assert page == error_codes.page(), "run: python tools/generate_docs.py"
     assert all(f"| {cause.code} |" in page for cause in error_codes.causes())
+
+
+FOREIGN = ("read-only", "embed_tokens", "ran unfused", "at least one valid token", "Expecting value", "nothing")
+"""Patterns of errors without a code, which other packages raise."""
+FOREIGN += ("not yet", "pages", "one, two", "Qwen3-4B .*8 .*32 GiB", "did not run: host_waits", "0 places")
+"""Patterns of errors of scripts and of tests, which the package does not raise."""
+
+
+def parts(node):
+    """Return the expressions that one can evaluate to: both branches of a condition, the items of a literal."""
+    if isinstance(node, ast.IfExp):
+        return [*parts(node.body), *parts(node.orelse)]
+    if isinstance(node, (ast.Tuple, ast.List)):
+        return [each for item in node.elts for each in parts(item)]
+    return [node]
+
+
+def rows(node, tree):
+    """Return the items of a literal list or dict, which may be a constant of the file."""
+    if isinstance(node, ast.Name):
+        node = next((each.value for each in tree.body if ast.unparse(each).startswith(f"{node.id} = ")), node)
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "items":
+        node = node.func.value
+    if isinstance(node, ast.Dict):
+        return [ast.Tuple([key, value]) for key, value in zip(node.keys, node.values, strict=True)]
+    return getattr(node, "elts", [])
+
+
+def values_of(name, function, tree):
+    """Return the expressions that a function gives to a name: by assignments, loops and `parametrize`."""
+    pairs = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            pairs += [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            pairs += [(node.target, row) for row in rows(node.iter, tree)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "parametrize":
+            pairs += [(node.args[0], row) for row in rows(node.args[1], tree)]
+    for target, value in pairs:
+        names = [getattr(each, "id", getattr(each, "value", "")) for each in getattr(target, "elts", [target])]
+        items = [value] if len(names) == 1 else getattr(value, "elts", getattr(value, "args", []))
+        if name in names and len(items) == len(names):
+            yield from parts(items[names.index(name)])
+
+
+def matched(path):
+    """Return the line and the text of each pattern that a file of tests gives to `match=`."""
+    tree = ast.parse(path.read_text())
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for call in ast.walk(function):
+                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "raises":
+                    for value in (keyword.value for keyword in call.keywords if keyword.arg == "match"):
+                        name = getattr(value, "id", "")
+                        for each in values_of(name, function, tree) if name else parts(value):
+                            yield call.lineno, error_codes.template(each) or ast.unparse(each)
+
+
+def test_tests_match_the_code_of_an_error_and_no_prose():
+    wrong = {
+        f"{path.relative_to(ROOT)}:{line}: {pattern}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for line, pattern in matched(path)
+        if pattern != "None" and not re.search(r"TG-|Errno \d", pattern) and pattern not in FOREIGN
+    }
+    assert sorted(wrong) == []

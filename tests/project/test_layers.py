@@ -174,13 +174,14 @@ def test_names_that_are_imported_on_use_are_there(name):
     pytest.importorskip("torch")
     package = importlib.import_module(f"tracegrad{name}")
     assert not [each for each in package.__all__ if not hasattr(package, each)]
-    with pytest.raises(AttributeError, match=r"no attribute .?nothing"):
+    with pytest.raises(AttributeError, match="nothing"):
         package.nothing  # noqa: B018
 
 
 def test_importing_tracegrad_changes_nothing_and_needs_no_torch():
     code = (
-        "import os, sys; before = dict(os.environ); import tracegrad, tracegrad.cli;"
+        "import os, sys; before = dict(os.environ); import tracegrad, tracegrad.cli, tracegrad.packing;"
+        "tracegrad.correct([-1.0], [-1.0], trace=[0]);"
         "assert dict(os.environ) == before;"
         "assert not {'torch', 'transformers', 'tqdm', 'numpy.ma'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -147,28 +147,6 @@ def test_what_does_not_end_well_is_ended_and_said(contract, words, name, example
     read(played)
 
 
-def test_a_cancelled_play_cancels_what_it_plays(example):
-    seen = []
-
-    async def contract(task, policy):
-        seen.append("began")
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            seen.append("ended")
-
-    async def main():
-        playing = asyncio.ensure_future(run_rollout(contract, "?", chat=None))
-        await until(lambda: seen)
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
-    assert seen == ["began", "ended"]
-
-
 def test_a_server_that_fails_leaves_what_came(example):
     stand_in = Scripted(example, always("4"))
 

@@ -292,5 +292,5 @@ def test_events_are_found_however_their_bytes_come(cut):
 def test_a_malformed_end_is_malformed_too():
     events = EventStream(AddedFields({}, {}), responses.wrong_in_chat_chunk, 1 << 30)
     assert list(events.feed(b"data: 5")) == []
-    with pytest.raises(MalformedAnswer, match="not a JSON object: '5'"):
+    with pytest.raises(MalformedAnswer):
         events.finish()

@@ -93,7 +93,7 @@ def test_what_the_server_judged_is_an_error_at_once_with_its_words_and_a_cure(st
     async def run():
         async with stand, Servers([stand.url], **FAST) as servers:
             with pytest.raises(
-                ServerError, match=f"{stand.url}/v1/chat/completions answered {status}.*said {status}.*"
+                ServerError, match=f"TG-ROLLOUT-058: {stand.url}/v1/chat/completions .*{status}.*said {status}"
             ):
                 await servers.chat(BODY, session="s")
 
@@ -107,7 +107,7 @@ def test_a_redirect_is_not_followed_as_the_token_would_go_along():
             moved = web.Response(status=307, headers={"Location": f"{other.url}/v1/chat/completions"})
             stand = StandIn(lambda request, body: moved)
             async with stand, Servers([stand.url], **FAST, key="secret") as servers:
-                with pytest.raises(ServerError, match="answered 307"):
+                with pytest.raises(ServerError, match=r"TG-ROLLOUT-058.*307"):
                     await servers.chat(BODY, session="s")
                 assert not other.seen
 
@@ -191,11 +191,11 @@ def listed(request, body):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (huge, "longer than 100,000 bytes.*answer_bytes"),
-        (packed, "compressed"),
-        (words, r"x1b.*welcome"),
-        (nested, r"\[\[\["),
-        (listed, r"200: \[1\]"),
+        (huge, "TG-ROLLOUT-058.*100,000.*answer_bytes"),
+        (packed, "TG-ROLLOUT-058.*compressed"),
+        (words, "TG-ROLLOUT-058.*x1b.*welcome"),
+        (nested, r"TG-ROLLOUT-058.*\[\[\["),
+        (listed, r"TG-ROLLOUT-058.*200: \[1\]"),
     ],
 )
 def test_an_answer_that_is_no_answer_is_an_error_and_bounded(answer, said):
@@ -309,7 +309,7 @@ def test_each_asks_every_server_once_and_tells_what_each_said():
         ("localhost:8000", "TG-ROLLOUT-002"),
         ("ftp://a", "TG-ROLLOUT-002"),
         ("http://a:x", "TG-ROLLOUT-001"),
-        ("http://u:p@a", "password"),
+        ("http://u:p@a", "TG-ROLLOUT-003"),
     ],
 )
 def test_urls_are_checked(url, said):

@@ -173,11 +173,11 @@ def test_a_server_without_the_paths_is_refused_with_the_flag_it_needs(policy):
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ({"stop": ["x"]}, "stop="),
-        ({"n": 2}, "n=2"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"stop": ["x"]}, "TG-ROLLOUT-040.*stop="),
+        ({"n": 2}, "TG-ROLLOUT-040.*n=2"),
+        ({"tool_choice": "required"}, "TG-ROLLOUT-040.*tool_choice"),
         ({"temprature": 0.5}, r"TG-ROLLOUT-040.*Did.*you.*mean"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "TG-ROLLOUT-040.*response_format"),
     ],
 )
 def test_what_a_request_with_ids_cannot_say_is_refused(field, words):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from online_runs import CONFIG as PLAYED
 from policy_server import MODEL, PolicyServer
-from tiny import sampled, tiny_model
+from tiny import tiny_model
 from tracegrad import config, online, trainer
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError, ReadError, ServerError
@@ -25,14 +25,9 @@ from tracegrad.objective import presets, with_kl
 from tracegrad.trainer.lora import load_model, merge_adapters
 from tracegrad.trainer.resource_estimate import estimate_resources
 from tracegrad.trainer.steps import TrainingData
-from training_runs import assert_same, told
+from training_runs import assert_same, told, traces  # noqa: F401
 
 LORA = {"train__epochs": 1, "optimizer__lr": 5e-2}
-
-
-@pytest.fixture(scope="module")
-def traces():
-    return sampled(tiny_model())
 
 
 @pytest.fixture(scope="module")

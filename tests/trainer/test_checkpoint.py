@@ -144,14 +144,6 @@ def test_a_folder_that_cannot_be_made_is_one_error(run):
         save(run)
 
 
-def test_a_damaged_checkpoint_says_which_and_what_to_do(run):
-    path = save(run)
-    next((path / "resume" / "state").glob("*.safetensors")).write_bytes(b"short")
-    again = tiny_model()
-    with pytest.raises(ReadError, match=r"TG-TRAIN-015.*step-00000003"):
-        checkpoint.restore(path, again, adamw(again))
-
-
 def resume(path, seed=9):
     again = tiny_model(seed=seed)
     return checkpoint.restore(path, again, adamw(again))
@@ -250,7 +242,7 @@ def test_a_forged_header_of_the_state_is_an_error_of_ours(run, change):
     path = save(run)
     with_header(next((path / "resume" / "state").glob("*.safetensors")), change)
     sealed_anew(path)
-    with pytest.raises(ReadError, match="step-00000003"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-01[15].*step-00000003"):
         resume(path)
 
 
@@ -340,7 +332,7 @@ def test_forged_words_are_refused(run, file, place, value):
     there.write_text(json.dumps(checkpoint.with_checksum(told) if file == "progress.json" else told))
     if file != "progress.json":
         sealed_anew(path)
-    with pytest.raises(ReadError, match=r"damaged|format") as raised:
+    with pytest.raises(ReadError, match=r"TG-TRAIN-01[05]") as raised:
         resume(path)
     assert len(str(raised.value)) < 1500
 
@@ -411,5 +403,5 @@ def test_weights_of_another_architecture_are_refused_and_never_filled_with_rando
     tiny_model().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": None, **changes}))
-    with pytest.raises(ReadError, match="causal"):
+    with pytest.raises(ReadError, match=r"TG-TRAIN-0[39]6"):
         load_model(Path(tmp_path))

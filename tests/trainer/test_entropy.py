@@ -17,15 +17,6 @@ def control(coef=0.1, adapt=ADAPT):
     return EntropyController(replace(presets.DAPO, entropy=EntropyBonus(coef, masked=False, adapt=adapt)))
 
 
-def test_the_coefficient_rises_below_the_target_and_falls_above_it_within_its_bounds():
-    seen = control()
-    coefs = []
-    for entropy in (0.4, 0.5, 0.3, 0.6, 0.9, 0.9, 0.9):
-        seen.update(entropy)
-        coefs.append(round(seen.coef, 9))
-    assert coefs == [0.2, 0.3, 0.3, 0.2, 0.1, 0.05, 0.05]
-
-
 def test_the_bonus_applies_only_after_a_step_at_or_below_the_target():
     seen = control()
     assert seen.applied().entropy is None

@@ -177,7 +177,7 @@ def test_a_model_that_is_larger_than_its_weights_is_refused_before_it_is_built(k
     from tracegrad.trainer.load_model import load_full_model
 
     spoilt(folder, "config.json", key, str(value))
-    with pytest.raises(TracegradError, match=re.escape(str(folder))):
+    with pytest.raises(TracegradError, match=rf"TG-TRAIN-03[14]: {re.escape(str(folder))}"):
         load_full_model(folder)
 
 

@@ -492,15 +492,6 @@ def test_a_group_of_one_is_an_explicit_choice(traces):
     assert TrainingData.of(alone, presets.DAPO, told(advantage__baseline="batch_mean")).advantages.any()
 
 
-def test_rewards_are_taken_by_name(traces):
-    two = replace(traces, rewards=np.stack([traces.reward * 0, traces.reward], 1), reward_names=("format", "correct"))
-    np.testing.assert_array_equal(
-        TrainingData.of(two, presets.DAPO, told(data__reward="correct")).rewards, traces.reward
-    )
-    with pytest.raises(ArgumentError, match=r"TG-TRAIN-001.*Did.*you.*mean.*correct"):
-        TrainingData.of(two, presets.DAPO, told(data__reward="corect"))
-
-
 def test_ids_of_another_tokenizer_are_refused(traces, tmp_path):
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-062.*4.*400.*48"):
         run(replace(traces, ids=np.where(traces.ids == 3, 400, traces.ids).astype(np.int32)), tmp_path)

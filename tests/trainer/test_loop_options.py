@@ -10,10 +10,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from loop_options import (
-    BY_TRACE,
-    check_filter,
-)
 from tiny import sampled, tiny_model
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Aggregation, Ratio, Rejection, presets, with_entropy
@@ -157,11 +153,6 @@ def test_nothing_can_be_left_out_under_an_ungated_entropy_bonus(traces, tmp_path
 
 
 # --- which traces are left out ---
-
-
-@pytest.mark.parametrize(("how", "left", "said"), BY_TRACE)
-def test_a_filter_of_traces_leaves_them_out_before_any_is_compared(how, left, said):
-    check_filter(how, left, said)
 
 
 def test_held_out_traces_stay_whatever_a_filter_says():

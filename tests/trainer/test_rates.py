@@ -15,21 +15,16 @@ from manual_steps import steps_of
 from online_runs import CONFIG, weights
 from online_runs import run as play
 from policy_server import MODEL, PolicyServer
-from tiny import sampled, tiny_model
+from tiny import tiny_model
 from tracegrad.config import Schedule, update
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.online import replay
 from tracegrad.trainer import Trainer, checkpoint
 from tracegrad.trainer.optim import check_rates, lr_factor
-from training_runs import SignalAfter, assert_same, run, told
+from training_runs import SignalAfter, assert_same, run, told, traces  # noqa: F401
 
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def traces():
-    return sampled(tiny_model())
 
 
 def theirs(name, warmup, lr=1.0, **more):

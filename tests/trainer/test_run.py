@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import training_runs
 from manual_steps import (
     steps_of,
     traces,  # noqa: F401
 )
 from tiny import VOCABULARY, tiny_model
-from tracegrad import config
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.objective import AdaptiveEntropy, EntropyBonus, presets, with_kl
 from tracegrad.packing import pack
@@ -23,17 +24,7 @@ from tracegrad.trainer import Trainer, train
 from tracegrad.trainer.lora import adapters_off, load_model, with_adapters
 
 OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
-
-
-def told(**changes):
-    base = {
-        "optimizer.lr": 3e-3,
-        "train.epochs": 2,
-        "train.groups_per_step": 6,
-        "pack.tokens_per_row": 64,
-        "data.holdout": 0,
-    }
-    return config.load(overrides=[*base.items(), *((k.replace("__", "."), v) for k, v in changes.items())])
+told = partial(training_runs.told, data__holdout=0)
 
 
 def parameters(model):

@@ -626,7 +626,8 @@ def _refusal(url: str, path: str, answer: Answer) -> ServerError:
     if answer.error is not None:
         fix = ""
     error_type = _Refused if answer.status in (400, 422) else ServerError
-    return error_type(f"{url}{path} answered {answer.status} instead of a completion: {answer.words}. {fix}".rstrip())
+    message = f"TG-ROLLOUT-058: {url}{path} answered {answer.status} instead of a completion: {answer.words}. {fix}"
+    return error_type(message.rstrip())
 
 
 async def measure_logprob_kind(servers: Servers) -> str | None:
