@@ -578,6 +578,6 @@ def test_waiting_for_a_line_ends_if_it_does_not_come():
     command = [sys.executable, "-c", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert read_to(process, "a") == ["a\n"]
-        with pytest.raises(AssertionError, match="no line with 'b'"):
+        with pytest.raises(AssertionError):
             read_to(process, "b", timeout_s=0.2)
     assert process.returncode == -signal.SIGKILL

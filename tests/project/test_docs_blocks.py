@@ -17,7 +17,7 @@ import tracegrad as tg
 from doc_blocks import PAGES, ROOT, blocks, commands, indented
 from page_table import put_table
 from tracegrad import config, objective
-from tracegrad.cli import _parse, main
+from tracegrad.cli import main, parse
 from tracegrad.online import OnlineConfig, RolloutConfig
 
 EXAMPLE = ROOT / "examples" / "quickstart"
@@ -201,7 +201,7 @@ def test_every_command_of_ours_is_one_that_the_parser_takes():
     )
     for block, words in OURS:
         try:
-            _, overrides = _parse(words)
+            _, overrides = parse(words)
         except SystemExit:
             pytest.fail(f"{block}: tracegrad {' '.join(words)} is refused")
         for name, _ in overrides:

@@ -19,7 +19,7 @@ Broadcast Build
 Call Cancel Change Check Choose Close Compare Compile Compute Concatenate Continue Convert Copy Correct Count
 Create
 Decode Delete Describe Detect Disable Discard Divide Do Download
-Encode End Estimate Evict
+Encode End Erase Estimate Evict
 Filter Find Finish Fit Flatten Flush Format Free
 Gather Group Guess
 Import Insert
@@ -29,7 +29,7 @@ Leave Let Limit List Load Lock Log Look
 Make Measure Merge Move
 Number
 Open
-Pack Parse Prepare Print Probe Process Publish
+Pack Parse Prepare Print Probe Process Publish Put
 Queue
 Raise Read Receive Recommend Recompute Record Redirect Refuse Register Reject Release Remember Remove Rename
 Render Repeat Replace Reserve Reshard Restore Retry Return Roll Run

@@ -164,7 +164,7 @@ def test_a_tag_must_be_the_version_of_the_crates():
     code, said = told("tag", "v9.9.9")
     assert (code, said) == (
         1,
-        f"the tag is v9.9.9 and Cargo.toml says {version}: tag v{version}, or change the version first",
+        f"the tag is v9.9.9 but Cargo.toml has {version}: tag v{version}, or change the version first",
     )
 
 
@@ -182,10 +182,10 @@ def test_the_notes_are_the_bill_of_each_wheel_and_the_sums_of_all_files(tmp_path
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: next(folder.glob("*aarch64.whl")).unlink(), "holds 0 files like .*aarch64.whl"),
-        (lambda folder: next(folder.glob("*.tar.gz")).unlink(), "holds 0 files like .*tar.gz"),
-        (lambda folder: (folder / "tracegrad-0.2.0.tar.gz").write_bytes(b""), "holds 2 files like .*tar.gz"),
-        (lambda folder: (folder / "core").write_bytes(b""), r"holds \['core'\], which no release has"),
+        (lambda folder: next(folder.glob("*aarch64.whl")).unlink(), "has 0 files like .*aarch64.whl"),
+        (lambda folder: next(folder.glob("*.tar.gz")).unlink(), "has 0 files like .*tar.gz"),
+        (lambda folder: (folder / "tracegrad-0.2.0.tar.gz").write_bytes(b""), "has 2 files like .*tar.gz"),
+        (lambda folder: (folder / "core").write_bytes(b""), r"has \['core'\], which no release has"),
         (
             lambda folder: next(folder.glob("*.tar.gz")).rename(folder / "tracegrad-0.2.0.tar.gz"),
             r"files of 2 versions: \['0.1.0', '0.2.0'\]",
