@@ -26,6 +26,7 @@ from tracegrad.cli import main
 from tracegrad.online import SyncFault, buffer
 from tracegrad.online.buffer import ConsumedGroups, GroupWriter
 from tracegrad.online.collector import GroupFilter
+from tracegrad.storage.run_dir import read_status
 from tracegrad.trainer import checkpoint
 from tracegrad.weight_sync import probe_requests
 
@@ -56,8 +57,9 @@ def done(tmp_path_factory):
 
 
 def test_every_step_proves_that_the_push_before_it_arrived(done):
-    found, _, server = done
+    found, out, server = done
     assert found.stopped == "done"
+    assert read_status(out) == ("ended", "done")
     assert [row["step"] for row in found.rows] == [1, 2, 3]
     for row in found.rows:
         assert row["weight_check/tokens"] == row["tokens_trained"] > 0
@@ -103,6 +105,7 @@ def test_the_page_shows_the_whole_run_and_the_tokens_of_its_newest_step(done):
 def test_a_replay_gives_the_same_parameters_bit_for_bit(done, tmp_path, capsys):
     found, out, _ = done
     again = tg.online.replay(out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again")
+    assert read_status(tmp_path / "again") == ("ended", "done")
     command = ["replay", str(out), "--model", str(MODEL), "--out", str(tmp_path / "told")]
     assert main([*command, "--objective", "DAPO", "--objective.surrogate.high", "0.5"]) == 1
     said = capsys.readouterr().err
@@ -442,6 +445,7 @@ def test_tasks_that_end_end_the_run(tmp_path):
     with PolicyServer() as server:
         found = run(server, tmp_path, tasks=iter(questions(count=3)), steps=9)
     assert found.stopped == "tasks"
+    assert read_status(tmp_path) == ("ended", "tasks")
     assert found.steps == 2
     assert found.rows[-1]["groups"] == 1
 
