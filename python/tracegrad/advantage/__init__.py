@@ -19,7 +19,7 @@ model.
     optimal token baseline  optimal_token_baseline
     rewards of turns        turns_to_terms(turn_returns(...), ...) or returns(at_turn_ends(...), ...)
 
-    >>> from tracegrad.advantage import group_mean, opo
+    >>> from tracegrad.advantage import group_mean
     >>> rewards, groups = [1.0, 0.0, 0.5], ["a", "a", "b"]
     >>> # "zero" is a value of `Singleton`.
     >>> group_mean(rewards, groups, single_sample_group="zero").tolist()
