@@ -159,7 +159,7 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
 
 
 def flat(config: Any, prefix: str = "", max_depth: int = _DEEPEST) -> dict[str, Any]:
-    """Flatten mappings and dataclasses to values by dotted name, up to `deepest` levels.
+    """Flatten mappings and dataclasses to values by dotted name, up to `max_depth` levels.
 
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
     {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}

@@ -90,7 +90,7 @@ class Advice:
         reason: two sentences.
         evidence: the measurement that decided, with its threshold.
         measured: all measurements.
-        record: what to request from the server next time, if that would change the recommendation; else "".
+        record: what to request from the server next time, if that would change the recommendation; else None.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Advice:
     reason: str
     evidence: str
     measured: Measurements
-    record: str = ""
+    record: str | None = None
 
     @property
     def options(self) -> Options:

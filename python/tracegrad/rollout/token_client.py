@@ -35,7 +35,7 @@ MAX_CONVERSATIONS = 8
 
 
 class Tokens:
-    """Servers that receive token ids; passed to `play` as `chat`.
+    """Servers that receive token ids; passed to `run_rollout` as `chat`.
 
     Args:
         servers: servers started with --enable-scale-out, which `check` tests.
@@ -44,7 +44,7 @@ class Tokens:
     >>> async def example(servers, tokenizer):
     ...     tokens = Tokens(servers, tokenizer)
     ...     await tokens.check()
-    ...     return await play(with_tools([price]), task, chat=tokens)
+    ...     return await run_rollout(with_tools([price]), task, chat=tokens)
     """
 
     def __init__(self, servers: Servers, tokenizer: Tokenizer) -> None:
