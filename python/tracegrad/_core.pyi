@@ -2,19 +2,29 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tracegrad.alignment.align import CoreImageRule
+from tracegrad.objective.core_forms import CoreReduction, CoreRejection, CoreRejectionBudget, CoreWeight
+from tracegrad.packing.packing import PlacementCost
 
 __version__: str
 
 _Messages = Sequence[Mapping[str, Any]] | str
 _Tools = Sequence[Mapping[str, Any]] | str | None
 _Kwargs = Mapping[str, Any] | str
-_Rendered = tuple[
-    str, NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.uint8], NDArray[np.int64], bool
-]
+
+class _Rendered(TypedDict):
+    text: str
+    start: NDArray[np.int64]
+    end: NDArray[np.int64]
+    message: NDArray[np.int32]
+    field: NDArray[np.uint8]
+    generation: NDArray[np.int64]
+    exact_provenance: bool
 
 # errors
 class TracegradError(ValueError):
@@ -49,7 +59,12 @@ class ArgumentError(TracegradError): ...
 Line = int | tuple[int, int]
 """A line, or a line with the number of the record if a line may have several."""
 
-def sampling_options() -> list[tuple[str, list[str], list[float] | None]]: ...
+class SamplingOption(TypedDict):
+    name: str
+    spellings: list[str]
+    neutral_values: list[float] | None
+
+def sampling_options() -> list[SamplingOption]: ...
 def sampling_option_is_off(name: str, value: str) -> bool: ...
 def restore_traces(rows: list[tuple[bytes, str, Line]], format: str) -> Traces: ...
 
@@ -142,10 +157,7 @@ class TraceWriter:
 
 # template
 class Template:
-    """A chat template. Messages, tools and kwargs are plain objects or their JSON text.
-
-    `render` returns (text, start, end, message, field, generation, exact_provenance).
-    """
+    """A chat template. Messages, tools and kwargs are plain objects or their JSON text."""
 
     def __new__(cls, source: str, special_tokens: list[tuple[str, str]]) -> Template: ...
     @property
@@ -154,6 +166,14 @@ class Template:
     def render_text(self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs) -> str: ...
 
 # tokenizer
+class _Report(TypedDict):
+    backend: str
+    reason: str
+    probes: int
+    cache_disabled_reason: str | None
+
+RebuiltTokenizer = TypedDict("RebuiltTokenizer", {"class": str, "text": str, "ids": list[int], "other": list[int]})
+
 class Tokenizer:
     """A tokenizer.json with its chat template and end-of-sequence ids. Immutable; threads can share it."""
 
@@ -175,9 +195,9 @@ class Tokenizer:
     @property
     def has_template(self) -> bool: ...
     @property
-    def report(self) -> tuple[str, str, int, str | None]: ...
+    def report(self) -> _Report: ...
     @property
-    def rebuilt(self) -> tuple[str, str, list[int], list[int]] | None: ...
+    def rebuilt(self) -> RebuiltTokenizer | None: ...
     def __len__(self) -> int: ...
     def encode(self, text: str) -> NDArray[np.int32]: ...
     def encode_with_ends(self, text: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]: ...
@@ -195,6 +215,11 @@ class Tokenizer:
         self, messages: _Messages, tools: _Tools, add_generation_prompt: bool, kwargs: _Kwargs
     ) -> NDArray[np.int32]: ...
 
+class _Fork(TypedDict):
+    turn: int
+    reason: str
+    detail: str
+
 class Conversation:
     """A conversation with the ids of its sampled messages."""
 
@@ -202,7 +227,7 @@ class Conversation:
     def append(self, messages: Sequence[Mapping[str, Any]]) -> None: ...
     def append_sampled(self, ids: NDArray[np.int64], message: Mapping[str, Any]) -> None: ...
     def prompt_ids(self) -> NDArray[np.int32]: ...
-    def forks(self) -> list[tuple[int, str, str]]: ...
+    def forks(self) -> list[_Fork]: ...
     def copy(self) -> Conversation: ...
 
 # align
@@ -222,35 +247,53 @@ def align_traces(
     logprob_kind: str | None,
     skip_errors: bool,
     server: str | None = None,
-    rule: tuple[int, list[int], dict[tuple[int, int], list[int]]] | None = None,
+    rule: CoreImageRule | None = None,
     sampling_defaults: str | None = None,
 ) -> dict[str, Any]: ...
 def recover_ids(traces: Traces, tokenizer: Tokenizer) -> dict[str, Any]: ...
 
 # images
-def pictures_of(traces: Traces) -> tuple[bytes, list[int], list[int], list[str]]: ...
+class _ImageColumns(TypedDict):
+    digests: bytes
+    widths: list[int]
+    heights: list[int]
+    media_types: list[str]
+
+def pictures_of(traces: Traces) -> _ImageColumns: ...
 def picture_bytes(traces: Traces, digest: bytes) -> bytes: ...
 def picture_digest(file: bytes) -> bytes: ...
 
 # ratio
 LOG_RATIO_LIMIT: float
 
+class _Corrected(TypedDict):
+    weight: NDArray[np.floating]
+    keep: NDArray[np.bool_]
+    scales: list[NDArray[np.floating] | float]
+    stats: dict[str, float]
+
 def correct_terms(
     columns: dict[str, Any],
-    gates: list[tuple[Any, ...]],
-    weights: list[tuple[Any, ...]],
-    reductions: list[tuple[Any, ...]],
+    gates: list[CoreRejection | CoreRejectionBudget],
+    weights: list[CoreWeight],
+    reductions: list[CoreReduction],
     missing: str,
     all_reduce: Callable[[NDArray[np.float64], str], NDArray[np.float64]] | None,
-) -> tuple[NDArray[np.floating], NDArray[np.bool_], list[NDArray[np.floating] | float], dict[str, float]]:
+) -> _Corrected:
     """Return weight and keep of each position, the scale of each reduction, and metrics over all ranks.
 
     Columns, all flat: old, rollout, ref, advantages (float32 or float64, all the same, or None), mask (bool or None),
     trace, turn, group, group_terms, group_traces (int32 or int64, by position or by row of `width`; all except trace
-    may be None), positions, width, totals (terms, traces, groups, or None).
+    may be None), positions, width, totals (`CoreTotals` or None).
     """
 
 # pack
+class _BranchSizes(TypedDict):
+    length: NDArray[np.int32]
+    terms: NDArray[np.int32]
+    lost: NDArray[np.int64]
+    too_long: NDArray[np.int32]
+
 def pack_measure(
     cu_seqlens: NDArray[np.int64],
     trace: NDArray[np.int32],
@@ -261,8 +304,20 @@ def pack_measure(
     whole_traces: bool,
     shared: bool,
     too_long: str,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
+) -> _BranchSizes:
     """Return length [N] and trained tokens [N] of each branch, lost trained tokens [R], and the too long traces."""
+
+class _Placement(TypedDict):
+    rank: NDArray[np.int32]
+    row: NDArray[np.int32]
+    order: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    load: NDArray[np.float64]
+    shared: NDArray[np.bool_]
+    needed: NDArray[np.bool_]
+    tokens: NDArray[np.uint64]
+    tree_tokens: NDArray[np.uint64]
+    ratio: NDArray[np.float64]
 
 def pack_place(
     ids: NDArray[np.int32],
@@ -274,14 +329,31 @@ def pack_place(
     ranks: int,
     tokens_per_row: int,
     whole_traces: bool,
-    cost: tuple[float, float, float],
+    cost: PlacementCost,
     least_gain: float | None,
-) -> list[NDArray[Any]]:
+) -> _Placement:
     """Return rank, row and order [N] of each branch (-1: none), rows and load [steps * ranks].
 
     Then, for each step: whether prefixes are shared, whether a trace needs it, tokens without and with shared prefixes,
     and the ratio of the costs.
     """
+
+class _RowLayout(TypedDict):
+    ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    tree_end: NDArray[np.int32]
+    cu_tokens: NDArray[np.int64]
+    read: NDArray[np.int32]
+    target: NDArray[np.int32]
+    inv_temperature: NDArray[np.float32]
+    row: NDArray[np.int32]
+    term: NDArray[np.int32]
+    cu_heads: NDArray[np.int64]
+    cu_row_terms: NDArray[np.int64]
+    cu_rows: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    branch: NDArray[np.int32]
+    cu_terms: NDArray[np.int64]
 
 def pack_lay(
     ids: NDArray[np.int32],
@@ -295,9 +367,8 @@ def pack_lay(
     rows: NDArray[np.int32],
     shared: NDArray[np.bool_],
     multiple: int,
-) -> list[NDArray[Any]]:
-    """Return ids, positions, tree_end, cu_tokens, read, target, inv_temperature, row, term, cu_heads, cu_row_terms,
-    cu_rows, origin, branch, cu_terms of one rank; the core's type `Layout` documents them."""
+) -> _RowLayout:
+    """Return the rows of one rank; the core's type `Layout` documents them."""
 
 def pack_gather(
     origin: NDArray[np.int64], branch: NDArray[np.int32], of_tokens: list[NDArray[Any]], of_branches: list[NDArray[Any]]

@@ -43,19 +43,19 @@ class Failure:
     Args:
         kind: "raised"; "late" (exceeded its time limit); "died" (its process ended); "wrong" (a value of another kind).
         message: description, on one line.
-        location: file, line and function in the user's code, "" if that is not known.
-        traceback: as Python prints it. Only the last 8192 characters are kept.
+        location: file, line and function in the user's code, None if that is not known.
+        traceback: as Python prints it, None if there is none. Only the last 8192 characters are kept.
     """
 
     kind: Literal["raised", "late", "died", "wrong"]
     message: str
-    location: str = ""
-    traceback: str = ""
+    location: str | None = None
+    traceback: str | None = None
 
     def __str__(self) -> str:
         return escape_terminal(f"{self.message} ({self.location})" if self.location else self.message)
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, str | None]:
         """Return the fields as a dict, for a record."""
         return {"kind": self.kind, "message": self.message, "location": self.location, "traceback": self.traceback}
 
@@ -87,7 +87,7 @@ def failure_of(error: BaseException) -> Failure:
     where = (
         f"{frames_of_user[-1].filename}:{frames_of_user[-1].lineno} in {frames_of_user[-1].name}"
         if frames_of_user
-        else ""
+        else None
     )
     return Failure("raised", one_line(error), where, truncate_start("".join(traceback.format_exception(error))))
 
@@ -392,12 +392,12 @@ class _Process:
             wait([self._process.sentinel], TRACEBACK_TIMEOUT_S)
             os.killpg(process, signal.SIGKILL)
 
-    def _read_traceback(self) -> tuple[str, str]:
+    def _read_traceback(self) -> tuple[str | None, str | None]:
         """Return the innermost line of user code at the time limit, and the text of the traceback."""
         try:
             text = Path(self._trace.name).read_text(errors="replace")
         except OSError:
-            return "", ""
+            return None, None
         lines = [line.strip() for line in text.splitlines() if line.startswith('  File "')]
         lines_of_user = [line for line in lines if is_user_code(line[6:])] or lines
         return (

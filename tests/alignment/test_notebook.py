@@ -174,7 +174,7 @@ def shown():
         "Traces": (traces, "Traces(1 traces, 1 groups)"),
         "Sequences": (arrays, "Sequences(1 traces, 1 branches, 2 tokens, 1 trainable, drift 0.000%)"),
         "Drift": (arrays.alignment_report, "AlignmentReport(0 findings, rate=0.000%, 0 traces left out)"),
-        "Step": (step, "Step(1 terms, 1 traces, 1 groups; here 1 rows of 2 tokens)"),
+        "Step": (step, "Step(1 trained tokens, 1 traces, 1 groups; here 1 rows of 2 tokens)"),
         "Objective": (tg.presets.DAPO, None),
         "Recipe": (tg.recipes.find("DAPO"), None),
         "Diagnosis": (found, "Diagnosis(clean: 0 findings in 1 traces, 3 tokens to train)"),

@@ -61,7 +61,8 @@ def agrees(folder, name=""):
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
     encode = lambda text: theirs.encode(text, add_special_tokens=False)  # noqa: E731
     if said:
-        _, text, ids, other = ours._core.rebuilt
+        rebuilt = ours._core.rebuilt
+        text, ids, other = rebuilt["text"], rebuilt["ids"], rebuilt["other"]
         assert ids == ours.encode(text).tolist() != other == encode(text)
         assert str(ids) in said[0]
         assert str(other) in said[0]

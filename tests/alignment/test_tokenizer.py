@@ -51,7 +51,7 @@ def test_ids_are_those_of_transformers_for_adversarial_strings(
 ) -> None:
     ours, theirs = _both(EXAMPLE) if name == "example" else request.getfixturevalue(name)
     assert ours.report.backend == "fastokens", ours.report
-    assert ours.report.no_memo is None
+    assert ours.report.cache_disabled_reason is None
     _check_ids(ours, theirs, pytestconfig.getoption("--strings"))
 
 

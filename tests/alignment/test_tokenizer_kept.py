@@ -32,7 +32,7 @@ def says(tokenizer):
     known = [id for id in range(len(tokenizer)) if id < 1000 or id % 97 == 0 or id > len(tokenizer) - 300]
     bytes_of = [tokenizer.decode_bytes([id]) for id in known]
     report = tokenizer.report
-    told = (report.backend, report.reason.removesuffix(AGAIN), report.probes, report.no_memo)
+    told = (report.backend, report.reason.removesuffix(AGAIN), report.probes, report.cache_disabled_reason)
     return len(tokenizer), repr(tokenizer), told, ends, bytes_of
 
 

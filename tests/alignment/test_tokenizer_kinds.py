@@ -73,7 +73,7 @@ def test_ids_of_unigram_and_sentencepiece_are_those_of_transformers(
     ours = Tokenizer.from_pretrained(directory)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     assert spelling in repr(ours)
-    assert ours.report.no_memo is not None
+    assert ours.report.cache_disabled_reason is not None
     _check_ids(ours, theirs, pytestconfig.getoption("--strings"))
     for text in _adversarial(200, ["<s>"]):
         ids, ends = ours.encode_with_ends(text)
@@ -148,7 +148,7 @@ def test_a_fast_backend_that_differs_is_not_used(tmp_path: Path) -> None:
     ours = Tokenizer.from_pretrained(_write(tmp_path / "words", tokenizer))
     assert ours.report.backend == "tokenizers"
     assert "whole words" in ours.report.reason
-    assert "neighbours" in (ours.report.no_memo or "")
+    assert "neighbours" in (ours.report.cache_disabled_reason or "")
     fast = Tokenizer.from_pretrained(EXAMPLE, cache=False).report
     assert fast.probes > 1700
     assert fast.reason == f"same ids as tokenizers for {fast.probes} of {fast.probes} probes"

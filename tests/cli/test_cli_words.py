@@ -135,6 +135,21 @@ def test_provenance_names_files_hashes_and_the_commit(tmp_path, monkeypatch):
     assert provenance.commit(tmp_path) == head
 
 
+@pytest.mark.parametrize("comment", ["", "# my run\n\n"])
+def test_a_config_gets_one_header(tmp_path, comment):
+    made_of = {"traces": [], "model": {"path": "m", "sha256": "0"}, "version": "1", "commit": None}
+    path = tmp_path / "config.toml"
+    path.write_text("train.epochs = 1\n")
+    provenance.write_header(path, made_of)
+    header, _, options = path.read_text().partition("\n\n")
+    assert header.splitlines() == ["# made of", "# model m sha256 0", "# tracegrad 1, commit None"]
+    assert options == "train.epochs = 1\n"
+    path.write_text(comment + path.read_text())
+    before = path.read_text()
+    provenance.write_header(path, made_of)
+    assert path.read_text() == before
+
+
 def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -201,7 +201,7 @@ def test_a_function_that_fails_everywhere_is_not_asked_for_again_by_what_is_prin
     assert "no trace has a score: fix the failures" in out
     assert "\nnext " not in out
     _, out, _ = typed(f"{command} --json", capsys)
-    assert json.loads(out)["next"] == ""
+    assert json.loads(out)["next"] is None
 
 
 def test_a_verdict_agrees_with_the_command_below_it(here, capsys):

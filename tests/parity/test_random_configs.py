@@ -37,7 +37,7 @@ ALONE = {
 }
 EXCUSED = {
     "bonus of a quantile": ("loss", "of_entropy"),
-    "terms of a rejected row": ("loss", "gradient"),
+    "tokens of a rejected row": ("loss", "gradient"),
     "weights of geo_mean": ("loss", "gradient"),
     "rejection within geo_mean": ("loss", "gradient"),
     "rejected rows": ("loss", "gradient", "of_entropy"),

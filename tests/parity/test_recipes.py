@@ -162,7 +162,7 @@ class TestVerl:
         case = {f"{ACTOR}loss_agg_mode": "seq-mean-token-mean", f"{CORRECTION}bypass_mode": True}
         case |= {f"{CORRECTION}rollout_rs": "token_k1", f"{CORRECTION}rollout_rs_threshold": "0.6_1.2"}
         recipe, theirs = recipes.from_verl(case), whole_configs.verl(case, data)
-        assert "terms of a rejected row" in dict(recipe.differences)
+        assert "tokens of a rejected row" in dict(recipe.differences)
         found = run(recipe.objective, data)
         share = (found.per_term.keep.sum(1) / data["mask"].sum(1))[:, None]
         assert (share < 1).any()

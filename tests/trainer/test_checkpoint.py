@@ -303,7 +303,7 @@ def test_a_random_state_of_python_that_is_none_is_refused(run, python):
         ("progress.json", ("step",), "3"),
         ("progress.json", ("step",), 2**80),
         ("progress.json", ("step",), True),
-        ("progress.json", ("fingerprint",), None),
+        ("progress.json", ("fingerprint",), 3),
         ("progress.json", ("config",), []),
         ("progress.json", ("control",), {"coef": float("nan")}),
         ("progress.json", ("control",), {"coef": "1"}),

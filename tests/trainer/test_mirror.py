@@ -73,7 +73,7 @@ def test_a_folder_of_this_machine_is_left_as_it_is(tmp_path):
     mirror = RunDirectory(tmp_path)
     (tmp_path / "a").write_text("1")
     mirror.sync()
-    assert (mirror.path, mirror.address, mirror.address_of(tmp_path / "a")) == (tmp_path, "", "")
+    assert (mirror.path, mirror.address, mirror.address_of(tmp_path / "a")) == (tmp_path, None, None)
     assert RunDirectory(f"file://{tmp_path}").path == tmp_path
     assert RunDirectory.of(mirror) is mirror
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,18 +170,27 @@ def align(
     fields["rewards"] = fields["rewards"].reshape(-1, len(names["reward_names"]))
     extra_columns = fields.pop("extras").items()
     extras = {
-        name: values.reshape(-1, *shape) if shape else Ragged(row_offsets, values)
-        for name, (shape, row_offsets, values) in extra_columns
+        name: column["values"].reshape(-1, *column["shape"])
+        if column["shape"]
+        else Ragged(column["offsets"], column["values"])
+        for name, column in extra_columns
     }
     images = _images(spans, rule, table) if rule and spans else None
     return Sequences(**fields, **names, alignment_report=drift, extras=extras, images=images)
 
 
-def _rule_for_core(rule: ImageRule, table: Images) -> tuple[int, list[int], dict[tuple[int, int], list[int]]]:
-    """Return the image rule for the core: the placeholder id, ids around it, and the ids of each image size."""
+class CoreImageRule(NamedTuple):
+    """The image rule for the core: the placeholder id, ids around it, and the ids of each image by (width, height)."""
+
+    pad: int
+    frames: list[int]
+    expansions: dict[tuple[int, int], list[int]]
+
+
+def _rule_for_core(rule: ImageRule, table: Images) -> CoreImageRule:
     expansions = rule.expansions(table.width, table.height)
     frame_ids = {*rule.frames, *(id_ for ids in expansions.values() for id_ in ids)}
-    return rule.pad, sorted(frame_ids), expansions
+    return CoreImageRule(rule.pad, sorted(frame_ids), expansions)
 
 
 def _defaults(sampling_defaults: Mapping[str, Any] | None) -> str | None:

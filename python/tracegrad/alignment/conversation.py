@@ -117,7 +117,7 @@ class Conversation:
     @property
     def forks(self) -> tuple[PromptFork, ...]:
         """The prompts in which the template did not keep sampled text, up to the last call of `prompt_ids`."""
-        return tuple(PromptFork(*fork) for fork in self._core.forks())
+        return tuple(PromptFork(**fork) for fork in self._core.forks())
 
     def __copy__(self) -> "Conversation":
         copied = object.__new__(type(self))

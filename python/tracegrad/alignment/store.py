@@ -61,8 +61,8 @@ class StoredSequences(NamedTuple):
     images: ImageSpans | None = None
 
 
-def find_problem(stored: StoredSequences) -> str:
-    """Describe the first array with an invalid dtype, shape or value, in a sentence; "" if all are valid."""
+def find_problem(stored: StoredSequences) -> str | None:
+    """Describe the first array with an invalid dtype, shape or value, in a sentence; None if all are valid."""
     problem = _wrong_shape(stored) or _wrong_index(stored.columns, stored.names)
     problem = problem or _wrong_value(stored.columns) or _wrong_drift(stored)
     if problem or stored.images is None:
@@ -70,7 +70,7 @@ def find_problem(stored: StoredSequences) -> str:
     return image_files.find_problem(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
 
 
-def _wrong_shape(stored: StoredSequences) -> str:
+def _wrong_shape(stored: StoredSequences) -> str | None:
     columns, names = stored.columns, stored.names
     tokens, branches, traces = (len(columns[name]) if columns[name].ndim else -1 for name in ("ids", "trace", "group"))
     lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
@@ -89,11 +89,11 @@ def _wrong_shape(stored: StoredSequences) -> str:
         return f"there are {len(names['trace_ids'])} trace_ids for {traces} traces."
     if columns["rewards"].shape[1] != len(names["reward_names"]):
         return f"there are {len(names['reward_names'])} reward_names for {columns['rewards'].shape[1]} rewards."
-    return ""
+    return None
 
 
-def _wrong_index(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ...]]) -> str:
-    """Describe the first index array with values outside of the array it points into; "" if there is none."""
+def _wrong_index(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ...]]) -> str | None:
+    """Describe the first index array with values outside of the array it points into; None if there is none."""
     traces = len(columns["group"])
     for name, total in (("cu_seqlens", len(columns["ids"])), ("cu_turns", len(columns["turn_rewards"]))):
         offsets = columns[name]
@@ -108,11 +108,11 @@ def _wrong_index(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ..
     last = np.maximum.reduceat(columns["turn"], columns["cu_seqlens"][filled]) if len(filled) else np.zeros(0)
     if np.any(last >= np.diff(columns["cu_turns"])[owners[filled]]) or not _within(columns["turn"], -1, None):
         return "turn leads out of the generations of its trace."
-    return ""
+    return None
 
 
-def _wrong_value(columns: Mapping[str, Array]) -> str:
-    """Describe the first array with an invalid value; "" if there is none."""
+def _wrong_value(columns: Mapping[str, Array]) -> str | None:
+    """Describe the first array with an invalid value; None if there is none."""
     tier = columns["tier"]
     if columns["trainable"].size and columns["trainable"].view(np.uint8).max() > 1:
         return "trainable has bytes other than 0 and 1."
@@ -131,10 +131,10 @@ def _wrong_value(columns: Mapping[str, Array]) -> str:
         invalid = ~((logprobs <= _MOST_LOGPROB) & (logprobs > -np.inf) | np.isnan(logprobs))
         if np.any(invalid & columns["trainable"][start : start + _CHUNK]):
             return "rollout_logprobs has positive or infinite values at trainable tokens."
-    return ""
+    return None
 
 
-def _wrong_drift(stored: StoredSequences) -> str:
+def _wrong_drift(stored: StoredSequences) -> str | None:
     columns, traces = stored.columns, len(stored.columns["group"])
     if not all(re.fullmatch(r"R\d\d [a-z0-9_]{1,60}", name) for name in stored.drift["reasons"]):
         return "drift.reasons are not names like `R01 noncanonical_bpe`."
@@ -143,7 +143,7 @@ def _wrong_drift(stored: StoredSequences) -> str:
     for name in DRIFT_COLUMNS:
         if not _within(columns[f"drift.{name}"], lowest.get(name, -1), highest.get(name)):
             return f"drift.{name} leads out of what it points at."
-    return ""
+    return None
 
 
 def _within(codes: Array, low: int | None, high: int | None) -> bool:
@@ -442,7 +442,7 @@ def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError(f"TG-ALIGN-022: {folder}: not what `save` writes ({str(error)[:80]!r}). {_CURE}") from error
-    problem = find_problem(stored) if check else ""
+    problem = find_problem(stored) if check else None
     if not problem and check and counts(stored) != dict(folder_manifest.counts):
         problem = "the counts of its folder_manifest are not those of its arrays."
     if problem:

@@ -66,13 +66,13 @@ class TokenizerReport:
         backend: "fastokens" if it agreed with tokenizers on every probe, else "tokenizers".
         reason: why this backend is used.
         probes: number of texts that both backends encoded when the tokenizer was loaded.
-        no_memo: why the ids of text between added tokens are not cached; None if they are.
+        cache_disabled_reason: why the ids of text between added tokens are not cached; None if they are.
     """
 
     backend: str
     reason: str
     probes: int
-    no_memo: str | None
+    cache_disabled_reason: str | None
 
 
 class Template:
@@ -106,7 +106,7 @@ class Template:
         **kwargs: Any,
     ) -> Rendered:
         """Render messages as text with provenance; see `Tokenizer.render`."""
-        return Rendered(*self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
+        return Rendered(**self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
 
     def render_text(
         self,
@@ -177,7 +177,7 @@ class Tokenizer:
             )
         loaded = cls(_core.Tokenizer.from_dir(directory, vocab_size, tokenizers() if cache else None), directory)
         if rebuilt := loaded._core.rebuilt:
-            warnings.warn(_rebuilt_warning(directory, *rebuilt), stacklevel=2)
+            warnings.warn(_rebuilt_warning(directory, rebuilt), stacklevel=2)
         return loaded
 
     def __reduce__(self) -> tuple[Any, tuple[bytes, bytes, Path | None]]:
@@ -239,7 +239,7 @@ class Tokenizer:
             TemplateError: if the template raises (its message is quoted), fails, or does not terminate.
             ArgumentError: if JSON cannot represent messages or tools.
         """
-        return Rendered(*self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
+        return Rendered(**self._core.render(*_render_arguments(messages, tools, add_generation_prompt, kwargs)))
 
     def render_ids(
         self,
@@ -258,7 +258,7 @@ class Tokenizer:
     @property
     def report(self) -> TokenizerReport:
         """The code that computes the ids, and why it is used."""
-        return TokenizerReport(*self._core.report)
+        return TokenizerReport(**self._core.report)
 
     @property
     def name(self) -> str:
@@ -326,9 +326,10 @@ def _cached_directory(name: str) -> Path | None:
     )
 
 
-def _rebuilt_warning(folder: Path, name: str, text: str, ids: list[int], other: list[int]) -> str:
+def _rebuilt_warning(folder: Path, rebuilt: "_core.RebuiltTokenizer") -> str:
     return (
-        f"{folder}: transformers 5 builds this tokenizer anew as {name} and gives {text!r} the ids {other}; "
-        f"tokenizer.json gives {ids}, which are used here. A server with transformers 5 reads other prompts. Set "
+        f"{folder}: transformers 5 builds this tokenizer as {rebuilt['class']} and encodes {rebuilt['text']!r} as "
+        f"{rebuilt['other']}; tokenizer.json encodes it as {rebuilt['ids']}, and these ids are used here. A server "
+        "with transformers 5 reads other prompts. Set "
         '"tokenizer_class": "TokenizersBackend" in tokenizer_config.json, or save the tokenizer with transformers 5.'
     )

@@ -146,7 +146,7 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         printer.clear()
         write(result.parts(), options.out)
     all_failed = bool(result.counts) and result.unscored_traces == len(result.source)
-    next_command = "" if all_failed else _next_command(options.out, options.model)
+    next_command = None if all_failed else _next_command(options.out, options.model)
     if options.json:
         print_json({**_account(options, result, price), "next": next_command})
     else:
@@ -236,7 +236,7 @@ def _lines(options: argparse.Namespace, result: Any, price: tuple[float, float] 
     for name, count in result.counts.items():
         failure = result.failures.get(name)
         out.append(f"failed   {name}, {count:,} times" + (f"; the first: {failure}" if failure is not None else ""))
-        out += [f"         {line}" for line in failure.traceback.splitlines()] if failure is not None else []
+        out += [f"         {line}" for line in (failure.traceback or "").splitlines()] if failure is not None else []
     if options.judge:
         cost = f", {result.cost(price):.4f} USD at {options.price} per million" if price else ""
         out.append(f"judge    {result.prompt_tokens:,} input tokens, {result.completion_tokens:,} output tokens{cost}")

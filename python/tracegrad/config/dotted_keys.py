@@ -188,7 +188,7 @@ def join_list(entries: Iterable[str]) -> str:
 def nearest(name: str, valid_names: Iterable[str]) -> str:
     """Return a hint for an unknown name: the nearest valid one, or all of them if none is near.
 
-    Names are compared by their letters: `grpo-kl` is near `GRPO_KL`. If valid names have the same last part, they
+    Names are compared by their letters: `dr-grpo` is near `DR_GRPO`. If valid names have the same last part, they
     are the candidates.
 
     >>> nearest("trian.seed", ["train.seed", "train.epochs"]), nearest("dapo", ["GRPO", "DAPO"])

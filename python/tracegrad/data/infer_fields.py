@@ -216,7 +216,7 @@ class Candidate:
     path: str
     evidence: str
     rank: float
-    order: str = ""
+    order: str | None = None
     partial: bool = False
     mostly_alone: bool = False
 
@@ -257,7 +257,7 @@ class Candidates:
     def best(self, names: Sequence[str]) -> list[Candidate]:
         """Return the best guess of each field.
 
-        A session is included only if calls continue others, and a guess with `few` set is left out.
+        A session is included only if calls continue others, and a guess with `mostly_alone` set is left out.
         """
         names = [*names, *(["temperature"] if "sampling" in names and not self.of("sampling") else [])]
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]

@@ -1,6 +1,7 @@
 """Record the inputs of a run: hashes of traces and model, the version, and the commit of the working directory."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,7 @@ from tracegrad.errors import TracegradError, redact
 from tracegrad.storage.safetensors_file import write_bytes
 
 MAX_FULL_HASH_BYTES = 1 << 26
-"""Model files of up to `MAX_FULL_HASH_BYTES` bytes are hashed completely; of larger ones, the first and last `WHOLE
-// 2` bytes."""
+"""Model files of up to this size are hashed completely; of larger ones, half of it at the start and at the end."""
 
 
 def provenance(traces: Sequence[str], model: Path) -> dict[str, Any]:
@@ -99,11 +99,12 @@ def lines(provenance: dict[str, Any]) -> list[str]:
 
 
 def write_header(path: Path, made_of: dict[str, Any]) -> None:
-    """Insert the provenance at the top of a config file, unless it is already there."""
+    """Insert the provenance at the top of a config file, unless a comment before the first option already has it."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return
     head = "\n".join(lines(made_of)) + "\n\n"
-    if not text.startswith("# made of"):
+    comments = itertools.takewhile(lambda line: not line or line.startswith("#"), map(str.strip, text.splitlines()))
+    if "# made of" not in comments:
         write_bytes(path, [("# made of\n" + head + text).encode("utf-8", "backslashreplace")])

@@ -135,7 +135,7 @@ class StreamCounts:
 
     empty: int = 0
     files_without_calls: int = 0
-    first_bare: str = ""
+    first_bare: str | None = None
     traces_without_prompt: int = 0
     adapted: dict[str, int] = field(default_factory=dict)
     records_without_call: dict[str, int] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class StreamCounts:
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
         converted = formats.RecordConverter()
         converted.counts, converted.empty = Counter(self.adapted), Counter(self.records_without_call)
-        first_error = CODE.sub("", self.first_bare).partition(f": {blank}")[0]
+        first_error = CODE.sub("", self.first_bare or "").partition(f": {blank}")[0]
         promptless_line = f"map      group: {self.traces_without_prompt:,} traces have no prompt and are alone"
         return [
             *([f"         {self.empty:,} empty files are left out"] if self.empty else []),
@@ -383,7 +383,7 @@ class InputStream(Iterator[Traces]):
         return StreamCounts(
             empty=self._empty_files,
             files_without_calls=len(self._bare_errors),
-            first_bare=str(self._bare_errors[0]) if self._bare_errors else "",
+            first_bare=str(self._bare_errors[0]) if self._bare_errors else None,
             traces_without_prompt=self._promptless,
             adapted=dict(self._adapted.counts),
             records_without_call=dict(self._adapted.empty),

@@ -19,11 +19,16 @@ from tracegrad.storage.files import read_json
 MIN_TEMPERATURE = 0.01
 """The lowest temperature of vLLM: it raises lower ones to this value, and treats 0 as greedy decoding."""
 _TABLE = _core.sampling_options()
-OPTIONS = tuple(name for name, _, _ in _TABLE)
+OPTIONS = tuple(option["name"] for option in _TABLE)
 """Names of sampling options except temperature, as in vLLM or OpenAI. Bit b of `Sequences.reshaped` is OPTIONS[b]."""
-_CANONICAL_NAMES: Mapping[str, str] = {each: name for name, spelled, _ in _TABLE for each in (name, *spelled)}
+_CANONICAL_NAMES: Mapping[str, str] = {
+    spelling: option["name"] for option in _TABLE for spelling in (option["name"], *option["spellings"])
+}
 NEUTRAL_VALUES: Mapping[str, tuple[float, ...]] = {
-    each: tuple(off) for name, spelled, off in _TABLE if off is not None for each in (name, *spelled)
+    spelling: tuple(option["neutral_values"])
+    for option in _TABLE
+    if option["neutral_values"] is not None
+    for spelling in (option["name"], *option["spellings"])
 }
 """Numeric options that truncate, scale or shift the distribution, in every spelling, with their neutral values."""
 OPTION_SPELLINGS = tuple(name for name in _CANONICAL_NAMES if name != "top_p")

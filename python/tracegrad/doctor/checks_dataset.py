@@ -96,7 +96,7 @@ def unaligned(stats: DatasetStats) -> Hits:
 
     Threshold: any trace; wrong from half of the traces, because template and traces then do not belong together.
     """
-    return Hits(stats.unaligned, stats.traces, place_of(stats.first_error), stats.first_error)
+    return Hits(stats.unaligned, stats.traces, place_of(stats.first_error or ""), stats.first_error or "")
 
 
 @check(
@@ -148,9 +148,10 @@ def equal_rewards(stats: DatasetStats) -> Hits:
     note=0.0,
     costs=0.5,
     wrong=1.0,
-    impact="A group baseline needs several traces. The advantage of a single trace is 0.",
+    impact="A group baseline needs several traces. Training stops at a group of a single trace, by default.",
     fix="Write the same group id into all traces of a prompt, and record several traces per prompt. Or use a "
-    "baseline over the batch (--advantage.baseline batch_mean).",
+    "baseline over the batch (--advantage.baseline batch_mean), or give these traces advantage 0 "
+    "(--advantage.single_sample_group zero).",
     hides=("equal_rewards",),
 )
 def lone_traces(stats: DatasetStats) -> Hits:

@@ -63,8 +63,8 @@ def next_command(
     guesses: tuple[Candidates, Sequence[str]],
     rescored: bool = False,
     defaults: str | None = None,
-) -> str:
-    """Return the command to run next; "" if no command would work.
+) -> str | None:
+    """Return the command to run next; None if no command would work.
 
     It is `tracegrad train` in most cases, or `score` if nothing looks like a reward. It is `doctor --check-logprobs` if
     only bigram counts suggest shifted logprobs. It is `doctor` with a flag if the temperature is stored in a field that
@@ -74,7 +74,7 @@ def next_command(
     wrong = {finding.name for finding in findings if finding.severity == Severity.WRONG}
     fixable = {*FIXED_BY_FLAG, *LOGPROB_FINDINGS, "shifted_logprobs"}
     if list(sources) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
-        return ""
+        return None
     candidates, missing = guesses
     map_flags = [part for name, path in mapping.paths().items() for part in (f"--map.{name}", path)]
     if "shifted_logprobs" in wrong:
@@ -97,10 +97,10 @@ def next_command(
     text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.total)
     if not stats.traces:
         if not (sample := _sample(sources, map_flags)):
-            return ""
+            return None
         text_only = all(turn.logprobs is None for trace in sample for turn in trace.generations)
     elif "nothing_to_train" in wrong and not (foreign_ids and text_only):
-        return ""
+        return None
     if "reward" in missing and "--map.reward" not in map_flags:
         score_flags = [
             "--reward",
@@ -259,12 +259,12 @@ class Diagnosis:
         source: the file as the user named it.
         traces, turns, trained_tokens: number of traces read, of sampled turns, and of tokens that would be trained.
         findings: the worst first; within a severity, the largest share first.
-        rewards: a line with their range, their mean and the number of groups; "" if no trace has a reward.
+        rewards: a line with their range, their mean and the number of groups; None if no trace has a reward.
         advice: the recipe recommended for the rescored traces; None if none were rescored.
         mapping_notes: lines about what was mapped, joined and converted.
         suggestions: lines about fields that look like the reward, group or session, if you did not specify them, each
             with the flag to pass.
-        next_command: the command to run next; "" if there is none.
+        next_command: the command to run next; None if there is none.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -284,11 +284,11 @@ class Diagnosis:
     turns: int
     trained_tokens: int
     findings: tuple[Finding, ...]
-    rewards: str = ""
+    rewards: str | None = None
     advice: Advice | None = None
     mapping_notes: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
-    next_command: str = ""
+    next_command: str | None = None
 
     @property
     def severity(self) -> Severity | None:
@@ -437,7 +437,7 @@ def diagnose(
     guesses = infer_fields.infer(paths, map, missing) if missing else infer_fields.Candidates(0, ())
     context = (map, logprob_kind, findings, stats, (guesses, missing), bool(comparison), sampling_defaults)
     following = next_command(paths, model, *context)
-    if server_profile and following.startswith(("tracegrad train ", "tracegrad doctor ")):
+    if server_profile and following and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
     totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
     return Diagnosis(source, *totals, findings, stats.rewards.line(), advice, tuple(traces.lines()), lines, following)

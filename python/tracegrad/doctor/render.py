@@ -53,7 +53,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
     """Return what the worst finding means, and whether the suggested command avoids the problem."""
     if diagnosis.severity == Severity.WRONG:
         for verb, verdict in (("train", AROUND), ("score", SCORED)):
-            if diagnosis.next_command.startswith(f"tracegrad {verb} "):
+            if diagnosis.next_command and diagnosis.next_command.startswith(f"tracegrad {verb} "):
                 return verdict
     return HEAD[diagnosis.severity or Severity.NOTE]
 

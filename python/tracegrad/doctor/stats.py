@@ -159,12 +159,12 @@ class Rewards:
             if key not in self.first:
                 self.first[key] = (look.trace_at(int(row)), name or "", len(self.first))
 
-    def line(self) -> str:
-        """Return a line with range, mean and group sizes of the first rewards; "" if no trace has a reward."""
+    def line(self) -> str | None:
+        """Return a line with range, mean and group sizes of the first rewards; None if no trace has a reward."""
         rewards = np.concatenate(self.reward) if self.reward else np.zeros(0)
         known = ~np.isnan(rewards)
         if not known.any():
-            return ""
+            return None
         valid, sizes = rewards[known], np.unique(np.concatenate(self.group)[known], return_counts=True)[1]
         smallest, largest = int(sizes.min()), int(sizes.max())
         lacking = f", {np.sum(~known):,} traces have none" * (not known.all())
@@ -340,7 +340,7 @@ class DatasetStats:
     exact: int = 0
     terms: int = 0
     unaligned: int = 0
-    first_error: str = ""
+    first_error: str | None = None
     copies: Duplicates = field(default_factory=Duplicates)
     rewards: Rewards = field(default_factory=Rewards)
     alike: UnlikeRewards = field(default_factory=UnlikeRewards)
@@ -368,7 +368,7 @@ class DatasetStats:
         self.exact += drift.exact
         self.terms += int(look.sequences.trainable.sum())
         self.unaligned += len(drift.errors)
-        self.first_error = self.first_error or next(iter(drift.errors), "")
+        self.first_error = self.first_error or next(iter(drift.errors), None)
         self.headless += look.hits(look.missing_first_logprob)
         unprompted = (look["context"] == 0) & (look["prompt_ids"] < 0)
         self.without_prompt += sum(bool(unprompted[generation]) for generation in look.mismatches(PROMPT_MISMATCH))

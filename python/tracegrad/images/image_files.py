@@ -153,8 +153,8 @@ def images_of(arrays: Mapping[str, NDArray[Any]], rule: ImageRule, folder: Path)
     )
 
 
-def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str:
-    """Describe, in a sentence, why the spans of images do not match valid token arrays; "" if they match."""
+def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray[np.int64]) -> str | None:
+    """Describe, in a sentence, why the spans of images do not match valid token arrays; None if they match."""
     lengths = np.diff(cu_seqlens)
     for name, cu, total in (
         ("cu_images", images.cu_images, len(images)),
@@ -176,4 +176,4 @@ def find_problem(images: ImageSpans, ids: NDArray[np.int32], cu_seqlens: NDArray
     tokens = images.tokens(cu_seqlens)
     if np.any(np.diff(tokens) <= 0) or np.any(ids[tokens] != images.rule.pad):
         return "images.at does not rise, or a token of a picture is not its pad."
-    return ""
+    return None

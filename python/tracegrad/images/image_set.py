@@ -66,10 +66,10 @@ class Images:
     @classmethod
     def of_records(cls, traces: _core.Traces) -> "Images":
         """Return the images that are embedded in the records of traces."""
-        digests, widths, heights, kinds = _core.pictures_of(traces)
-        digest = np.frombuffer(digests, np.uint8).reshape(-1, 32)
-        sizes = np.array([widths, heights], np.int32).reshape(2, -1)
-        return cls(digest, sizes[0], sizes[1], tuple(kinds), (_Records(traces, digest),))
+        images = _core.pictures_of(traces)
+        digest = np.frombuffer(images["digests"], np.uint8).reshape(-1, 32)
+        widths, heights = np.array(images["widths"], np.int32), np.array(images["heights"], np.int32)
+        return cls(digest, widths, heights, tuple(images["media_types"]), (_Records(traces, digest),))
 
     def __len__(self) -> int:
         return len(self.digest)

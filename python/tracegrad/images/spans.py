@@ -129,8 +129,8 @@ class ImageSpans:
         starts = offsets(self.features)
         if first + int(starts[-1]) > MOST_KEYS:
             raise ArgumentError(
-                f"TG-IMAGE-020: the pictures of these traces have {int(starts[-1]):,} features together. Each needs a "
-                "number beside the ids of the model, and there are 2^31. Train on parts of the data."
+                f"TG-IMAGE-020: the images of these traces have {int(starts[-1]):,} features together. Each needs a "
+                "number in addition to the ids of the model, and there are 2^31. Train on parts of the data."
             )
         keys = ids.copy()
         feature = np.arange(len(self.position)) - np.repeat(self.cu_features[:-1], np.diff(self.cu_features))
@@ -141,7 +141,7 @@ class ImageSpans:
 
 @dataclass(frozen=True)
 class ImageKeys:
-    """The numbers that `ImageSpans.keyed` used.
+    """The numbers that `ImageSpans.with_image_keys` used.
 
     Args:
         first: the smallest number.
@@ -165,7 +165,7 @@ class ImageKeys:
         is_complete = np.array_equal(np.diff(cu_features), np.diff(self.starts)[picture[first_features]]) and (
             not len(positions) or first_features[0] == 0
         )
-        assert is_complete, "a row ends within a picture"
+        assert is_complete, "a row ends within an image"
         return positions, cu_features, picture[first_features].astype(np.int32)
 
 

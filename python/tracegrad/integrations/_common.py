@@ -26,7 +26,7 @@ INPUTS = {
     "ref": "a reference policy",
     "proximal": "the proximal policy, which lies between policy versions that are counted",
     "entropy": "the entropy of the next-token distribution",
-    "turn": "the turn of each term",
+    "turn": "the turn of each trained token",
     "group": "the group of each trace",
     "step": "a statistic of the whole optimizer step",
     "kept": "counts of the tokens of the step that rejections keep",
@@ -198,7 +198,7 @@ class RecordedTraces:
 
         Raises:
             ArgumentError: if a trained token is the first token of its branch, an advantage is not finite, the
-                objective does not allow `missing`, or a trace has an image.
+                objective does not allow `missing_logprobs`, or a trace has an image.
         """
         if sequences.images is not None:
             raise ArgumentError(
@@ -355,16 +355,22 @@ def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tenso
     surrogate, names = objective.surrogate, ["trace", "turn"] if objective.level.over == "turn" else ["trace"]
     ids = np.stack([getattr(terms, name).cpu().numpy() for name in names])
     rows = Rows.of(np.unique(ids, axis=1, return_inverse=True)[1].reshape(-1))
-    arguments: dict[str, Any] = {"entropy": _host(entropy)}
     if surrogate.bounds is not None:
-        arguments |= {"ratio": _host(per_term.ratio), "sequence": surrogate.level.over != "token"}
         low, high = surrogate.bounds
-        arguments |= {"epsilon": 1 - low, "epsilon_high": high - 1, "delta": getattr(surrogate, "delta", None)}
-    elif surrogate.clips:
-        arguments["clipped"] = per_term.clipped.cpu().numpy()
-    if "ratio" in arguments or "clipped" in arguments:
-        arguments["advantages"] = _host(terms.advantages)
-    return as_trl_loss(rows, **arguments)
+        return as_trl_loss(
+            rows,
+            entropy=_host(entropy),
+            ratio=_host(per_term.ratio),
+            sequence=surrogate.level.over != "token",
+            epsilon=1 - low,
+            epsilon_high=high - 1,
+            delta=getattr(surrogate, "delta", None),
+            advantages=_host(terms.advantages),
+        )
+    if surrogate.clips:
+        clipped = per_term.clipped.cpu().numpy()
+        return as_trl_loss(rows, entropy=_host(entropy), clipped=clipped, advantages=_host(terms.advantages))
+    return as_trl_loss(rows, entropy=_host(entropy))
 
 
 def _to_tensor(values: Any, device: Any) -> Tensor:

@@ -28,7 +28,7 @@ _GIVES = TrainerInputs(
     frozenset({"old", "rollout", "group_counts"}),
     "SkyRL hands a policy loss a mask, old and recorded logprobs of one micro-batch, and advantages that "
     "loss_reduction has divided; what else it takes would be made up.",
-    "Take weights and rejections that look at terms or traces.",
+    "Take weights and rejections that look at tokens or traces.",
     {
         "ref": _OWN,
         "entropy": _OWN,

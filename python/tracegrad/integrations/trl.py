@@ -141,7 +141,8 @@ class WithObjective(_Base):
     ) -> None:
         peer("trl", VERSIONS, *(f"GRPOTrainer.{name}" for name in _LIVE_METHODS))
         objective.check_missing(missing_logprobs)
-        self.objective, self.missing_logprobs = objective, missing_logprobs
+        self.objective = objective
+        self.missing_logprobs: MissingLogprobs = missing_logprobs
         super().__init__(*arguments, **options)
         _check_live(self.args, objective)
         recorded = self.use_vllm or self.rollout_func is not None
@@ -167,11 +168,13 @@ class WithObjective(_Base):
     def _correct(self, step: list[dict[str, Any]]) -> None:
         """Correct one optimizer step, and store the trained tokens of each micro-batch in its inputs."""
         parts = [self._part(inputs) for inputs in step]
-        device, options = (
+        terms, metrics = step_terms(
+            self.objective,
+            parts,
             self.accelerator.device,
-            {"missing_logprobs": self.missing_logprobs, "all_reduce": all_reduce_of(self)},
+            missing_logprobs=self.missing_logprobs,
+            all_reduce=all_reduce_of(self),
         )
-        terms, metrics = step_terms(self.objective, parts, device, **options)
         log_metrics(self, {f"tracegrad/{name}": value for name, value in metrics.items()})
         for inputs, micro_batch_terms in zip(step, terms, strict=True):
             inputs["terms"] = micro_batch_terms

@@ -48,14 +48,16 @@ def correct_batch(
     proto = peer("verl.protocol", VERSIONS, "DataProto.union", "DataProto.from_dict").DataProto
     tensors, uid = batch.batch, batch.non_tensor_batch.get("uid")
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    options = {
-        "ref": tensors.get("ref_log_prob"),
-        "advantages": tensors.get("advantages"),
-        "missing_logprobs": missing_logprobs,
-    }
-    options["group"] = None if uid is None else np.unique(uid, return_inverse=True)[1]
     corrected = correct(
-        old, rollout, mask=mask.bool(), weights=objective.weights, rejections=objective.rejections, **options
+        old,
+        rollout,
+        ref=tensors.get("ref_log_prob"),
+        mask=mask.bool(),
+        advantages=tensors.get("advantages"),
+        group=None if uid is None else np.unique(uid, return_inverse=True)[1],
+        weights=objective.weights,
+        rejections=objective.rejections,
+        missing_logprobs=missing_logprobs,
     )
     tensors["response_mask"] = (mask * corrected.keep).to(mask.dtype)
     if any(weight.detached for weight in objective.weights):
@@ -110,10 +112,10 @@ def _metric_options(objective: Objective) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"rollout_rs": {}}
     for weight in (weight for weight in objective.weights if weight.detached):
-        level, (shape, low, high) = _LEVELS.get((weight.level.over, weight.level.reduce)), weight.transform.to_core()
-        if level in ("token", "seq_sum") and shape in ("clamp", "window", "strict_window"):
+        level, shape = _LEVELS.get((weight.level.over, weight.level.reduce)), weight.transform.to_core()
+        if level in ("token", "seq_sum") and shape.name in ("clamp", "window", "strict_window"):
             options |= {"rollout_is": "token" if level == "token" else "sequence", "batch_normalize": weight.normalize}
-            options["rollout_is_bounds"] = (None if shape == "clamp" else low, high)
+            options["rollout_is_bounds"] = (None if shape.name == "clamp" else shape.first, shape.second)
     gates: list[Any] = [gate for gate in objective.rejections if gate.detached and hasattr(gate, "level")]
     for gate in (gate for gate in gates if gate.drops is None and gate.terms == "all"):
         level = _LEVELS.get((gate.level.over, gate.level.reduce))

@@ -22,8 +22,8 @@ class Metric:
     Args:
         name: key under which it is logged; a peer's name may contain a placeholder in braces.
         unit: unit of the value.
-        ratio: which policies it compares, numerator first; "" if it compares none.
-        per: denominator of the mean; "" if it is not a mean.
+        ratio: which policies it compares, numerator first; None if it compares none.
+        per: denominator of the mean; None if it is not a mean.
         meaning: definition in one sentence.
         value: the formula over its sums; None if the trainer computes it (see `trainer.step_metrics`).
 
@@ -34,8 +34,8 @@ class Metric:
 
     name: str
     unit: str
-    ratio: str
-    per: str
+    ratio: str | None
+    per: str | None
     meaning: str
     value: Callable[[Sums], Any] | None = None
 

@@ -199,7 +199,7 @@ def _percentiles(prefix: str, name: str, ratio: str, per: str, what: str) -> tup
             f"{prefix}_{label}",
             "1",
             ratio,
-            "",
+            None,
             f"{share:.1%} of {per} have {what} at or below this.".replace(".0%", "%"),
             _percentile(share, name),
         )
@@ -238,18 +238,18 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             "tokens_with_rollout_logprob",
             "tokens",
             _OLD,
-            "",
+            None,
             "Tokens with both an old and a rollout logprob.",
             lambda s: s["n"],
         ),
         Metric("old_rollout_ratio_mean", "1", _OLD, _KNOWN, "Mean ratio, before any truncation.", _mean("ratio")),
-        Metric("old_rollout_ratio_min", "1", _OLD, "", "Smallest ratio.", _smallest("ratio")),
-        Metric("old_rollout_ratio_max", "1", _OLD, "", "Largest ratio.", _largest_of("ratio")),
+        Metric("old_rollout_ratio_min", "1", _OLD, None, "Smallest ratio.", _smallest("ratio")),
+        Metric("old_rollout_ratio_max", "1", _OLD, None, "Largest ratio.", _largest_of("ratio")),
         *_percentiles("old_rollout_ratio", "ratio", _OLD, "tokens", "a ratio, before any truncation,"),
         Metric(
             "old_rollout_ratio_ess", "share", _OLD, _KNOWN, "Kish's of the raw ratios.", _kish_share("ratio", "ratio2")
         ),
-        Metric("old_rollout_ratio_ess_count", "tokens", _OLD, "", "(sum r)^2 / sum r^2.", _kish("ratio", "ratio2")),
+        Metric("old_rollout_ratio_ess_count", "tokens", _OLD, None, "(sum r)^2 / sum r^2.", _kish("ratio", "ratio2")),
         Metric(
             "old_rollout_ratio_trace_ess",
             "share",
@@ -259,7 +259,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             _kish_share("product", "product2", "traces"),
         ),
         Metric(
-            "old_rollout_ratio_clamped", "tokens", _OLD, "", "Tokens with |l| beyond 20 nats.", lambda s: s["clamped"]
+            "old_rollout_ratio_clamped", "tokens", _OLD, None, "Tokens with |l| beyond 20 nats.", lambda s: s["clamped"]
         ),
         *_kl("kl_rollout_old", _OLD, "rollout || old"),
         Metric("chi2_token", "1", _OLD, _KNOWN, "Mean of r^2, minus 1.", lambda s: _mean("ratio2")(s) - 1),
@@ -274,7 +274,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         Metric(
             "perplexity_old",
             "1",
-            "",
+            None,
             "traces with both logprobs of a token",
             "Mean over traces of exp(- mean old logprob).",
             _mean("top.perplexity", "traces"),
@@ -282,7 +282,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         Metric(
             "perplexity_rollout",
             "1",
-            "",
+            None,
             "traces with both logprobs of a token",
             "The same of the rollout logprobs.",
             _mean("bottom.perplexity", "traces"),
@@ -304,18 +304,18 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             _mean("log_perplexity_gap", "traces"),
         ),
         Metric("old_rollout_logprob_diff_mean", "nats", _OLD, _KNOWN, "Mean of |l|.", _mean("gap")),
-        Metric("old_rollout_logprob_diff_max", "nats", _OLD, "", "Largest |l|.", _largest_of("gap")),
+        Metric("old_rollout_logprob_diff_max", "nats", _OLD, None, "Largest |l|.", _largest_of("gap")),
     ),
     "weight": (
         Metric(
             "token_ess", "share", _OLD, _KEPT, "(sum w)^2 / sum w^2 / n; 0 where every w is 0.", _kish_share("w", "w2")
         ),
         Metric(
-            "token_ess_count", "tokens", _OLD, "", "(sum w)^2 / sum w^2: Kish's effective tokens.", _kish("w", "w2")
+            "token_ess_count", "tokens", _OLD, None, "(sum w)^2 / sum w^2: Kish's effective tokens.", _kish("w", "w2")
         ),
         Metric("weight_mean", "1", _OLD, _KEPT, "Mean weight, after truncation and normalisation.", _mean("w")),
-        Metric("weight_min", "1", _OLD, "", "Smallest weight.", _smallest("w")),
-        Metric("weight_max", "1", _OLD, "", "Largest weight.", _largest_of("w")),
+        Metric("weight_min", "1", _OLD, None, "Smallest weight.", _smallest("w")),
+        Metric("weight_max", "1", _OLD, None, "Largest weight.", _largest_of("w")),
         *_percentiles("weight", "w", _OLD, _KEPT, "a weight"),
     ),
     "drift": (
@@ -373,16 +373,16 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "advantage": (
-        Metric("advantage_mean", "1", "", "tokens", "Mean advantage of the tokens.", _mean("a")),
-        Metric("advantage_std", "1", "", "tokens", "Its deviation over tokens (n below).", _deviation("a", "a2")),
-        Metric("advantage_min", "1", "", "", "Smallest.", _smallest("a")),
-        Metric("advantage_max", "1", "", "", "Largest.", _largest_of("a")),
+        Metric("advantage_mean", "1", None, "tokens", "Mean advantage of the tokens.", _mean("a")),
+        Metric("advantage_std", "1", None, "tokens", "Its deviation over tokens (n below).", _deviation("a", "a2")),
+        Metric("advantage_min", "1", None, None, "Smallest.", _smallest("a")),
+        Metric("advantage_max", "1", None, None, "Largest.", _largest_of("a")),
     ),
     "gradient": (
         Metric(
             "gradient_share_positive",
             "share",
-            "",
+            None,
             "sum of |d loss / d logprob|",
             "Share of the gradient magnitude from tokens with A > 0.",
             _mean("positive", "pull"),
@@ -390,7 +390,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         Metric(
             "gradient_share_negative",
             "share",
-            "",
+            None,
             "sum of |d loss / d logprob|",
             "Share from tokens with A < 0; the rest has A = 0 and is due to penalties.",
             _mean("negative", "pull"),
@@ -398,7 +398,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         Metric(
             "gradient_largest_trace",
             "share",
-            "",
+            None,
             "sum of |d loss / d logprob|",
             "Share of the trace with the largest gradient magnitude.",
             lambda s: divide(s["pull.max"], s["pull"]),
@@ -406,8 +406,8 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
         Metric(
             "gradient_effective_traces",
             "traces",
-            "",
-            "",
+            None,
+            None,
             "Kish's effective number of traces by gradient magnitude.",
             _kish("pull", "pull2"),
         ),
@@ -420,7 +420,7 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
         Metric(
             "gradient_share",
             "share",
-            "",
+            None,
             "sum of |d loss / d logprob| over all cells",
             "Share of the gradient magnitude from the cell; in breakdowns only.",
             lambda s: divide(s["pull"], s["pull"].sum()),

@@ -86,11 +86,11 @@ def _reward_moments(sums: Sums) -> Moments:
 
 
 REWARDS: tuple[Metric, ...] = (
-    Metric("reward", "reward", "", "scored traces", "Mean recorded reward.", lambda s: _reward_moments(s).mean()),
+    Metric("reward", "reward", None, "scored traces", "Mean recorded reward.", lambda s: _reward_moments(s).mean()),
     Metric(
         "reward_std",
         "reward",
-        "",
+        None,
         "scored traces, less one",
         "Its deviation over all traces: TRL's.",
         lambda s: _reward_moments(s).deviation(1),
@@ -98,7 +98,7 @@ REWARDS: tuple[Metric, ...] = (
     Metric(
         "frac_reward_zero_std",
         "share",
-        "",
+        None,
         "traces",
         "Traces of groups of two or more whose known rewards are all equal, so that their advantage is 0. TRL's.",
         lambda s: divide(s["flat"], s["traces"]),
@@ -106,7 +106,7 @@ REWARDS: tuple[Metric, ...] = (
     Metric(
         "frac_no_reward",
         "share",
-        "",
+        None,
         "traces",
         "Traces without a reward.",
         lambda s: divide(s["traces"] - s["reward.n"], s["traces"]),
@@ -159,8 +159,8 @@ def _terminated_metric(how: str) -> Metric:
     return Metric(
         f"completions/{how}_terminated_length",
         "tokens",
-        "",
-        "traces that ended by themselves" if how == "mean" else "",
+        None,
+        "traces that ended by themselves" if how == "mean" else None,
         f"{word} length of the traces that no limit truncated; 0 if all were truncated.",
         lambda s: row("ended")(s) if Moments(s, "ended").n else 0.0,
     )
@@ -170,8 +170,8 @@ COMPLETIONS: tuple[Metric, ...] = (
     Metric(
         "num_tokens",
         "tokens",
-        "",
-        "",
+        None,
+        None,
         "Tokens of prompts and sampled tokens, tool results left out, of all steps so far: a trace counts in each step "
         "that trains on it.",
         lambda s: s["tokens"],
@@ -179,17 +179,17 @@ COMPLETIONS: tuple[Metric, ...] = (
     Metric(
         "completions/mean_length",
         "tokens",
-        "",
+        None,
         "traces",
         "Mean number of sampled tokens of a trace; tool results are not counted.",
         mean_of("length"),
     ),
-    Metric("completions/min_length", "tokens", "", "", "Smallest such number.", smallest_of("length")),
-    Metric("completions/max_length", "tokens", "", "", "Largest such number.", largest_of("length")),
+    Metric("completions/min_length", "tokens", None, None, "Smallest such number.", smallest_of("length")),
+    Metric("completions/max_length", "tokens", None, None, "Largest such number.", largest_of("length")),
     Metric(
         "completions/clipped_ratio",
         "share",
-        "",
+        None,
         "traces",
         "Traces whose last turn was truncated by a limit.",
         lambda s: divide(s["cut"], s["length.n"]),
@@ -200,7 +200,7 @@ TOOLS: tuple[Metric, ...] = (
     Metric(
         "tools/call_frequency",
         "calls",
-        "",
+        None,
         "traces",
         "Tool calls of a trace.",
         lambda s: divide(s["calls"], s["traces"]),
@@ -208,7 +208,7 @@ TOOLS: tuple[Metric, ...] = (
     Metric(
         "tools/failure_frequency",
         "share",
-        "",
+        None,
         "tool calls",
         "Tool calls that were answered by an error; 0 if nothing was called.",
         lambda s: s["failed"] / max(s["calls"], 1),
@@ -217,52 +217,60 @@ TOOLS: tuple[Metric, ...] = (
 
 
 TRAINING: tuple[Metric, ...] = (
-    Metric("step", "optimizer steps", "", "", "Optimizer steps so far, this one included; 0 is before the first."),
-    Metric("epoch", "epochs", "", "", "Epoch of the step, from 0."),
-    Metric("loss", "1", "", "the objective's own denominator", "What was minimised: surrogate plus penalties."),
-    Metric("lr", "1", "", "", "Learning rate of the step."),
-    Metric("grad_norm", "1", "", "", "Euclidean norm of the full gradient before clipping."),
-    Metric("tokens_trained", "tokens", "", "", "Trained tokens of the step."),
-    Metric("traces", "traces", "", "", "Traces of the step with at least one trained token."),
-    Metric("tokens", "tokens", "", "", "Tokens of the step that went through the model, padding excluded."),
-    Metric("seconds", "s", "", "", "Wall time of the step, its share of the `old` pass excluded."),
-    Metric("tokens_per_s", "tokens/s", "", "", "tokens / seconds."),
-    Metric("device_idle", "share", "", "", "Of the device's time since the last step, without work queued; CUDA only."),
-    Metric("imbalance", "1", "", "", "Work of the busiest rank over the mean of all, by plan; several ranks only."),
+    Metric("step", "optimizer steps", None, None, "Optimizer steps so far, this one included; 0 is before the first."),
+    Metric("epoch", "epochs", None, None, "Epoch of the step, from 0."),
+    Metric("loss", "1", None, "the objective's own denominator", "What was minimised: surrogate plus penalties."),
+    Metric("lr", "1", None, None, "Learning rate of the step."),
+    Metric("grad_norm", "1", None, None, "Euclidean norm of the full gradient before clipping."),
+    Metric("tokens_trained", "tokens", None, None, "Trained tokens of the step."),
+    Metric("traces", "traces", None, None, "Traces of the step with at least one trained token."),
+    Metric("tokens", "tokens", None, None, "Tokens of the step that went through the model, padding excluded."),
+    Metric("seconds", "s", None, None, "Wall time of the step, its share of the `old` pass excluded."),
+    Metric("tokens_per_s", "tokens/s", None, None, "tokens / seconds."),
     Metric(
-        "frac_zero_advantage", "share", "", "traces", "Traces whose advantage is 0: their surrogate has no gradient."
+        "device_idle", "share", None, None, "Of the device's time since the last step, without work queued; CUDA only."
+    ),
+    Metric("imbalance", "1", None, None, "Work of the busiest rank over the mean of all, by plan; several ranks only."),
+    Metric(
+        "frac_zero_advantage", "share", None, "traces", "Traces whose advantage is 0: their surrogate has no gradient."
     ),
     Metric(
         "staleness_mean",
         "versions",
-        "",
+        None,
         "tokens with a recorded version",
         "Versions between the trained policy and the one that sampled the token, if the trainer's version is recorded.",
     ),
     Metric(
         "staleness_max",
         "versions",
-        "",
-        "",
+        None,
+        None,
         "The largest such number; `online.steps_ahead` does not bound it: a slow group is trained when it ends.",
     ),
-    Metric("entropy", "nats", "", "tokens", "Mean entropy of the policy's next-token distribution at the tokens."),
-    Metric("entropy_coef", "1", "", "", "Coefficient of an adapting entropy bonus; it applies below its target only."),
+    Metric("entropy", "nats", None, "tokens", "Mean entropy of the policy's next-token distribution at the tokens."),
     Metric(
-        "reward_kl", "nats", "", "tokens, then traces", "With `reward_kl.coef`: KL(old, ref) of the batch, as charged."
+        "entropy_coef", "1", None, None, "Coefficient of an adapting entropy bonus; it applies below its target only."
     ),
-    Metric("reward_kl_coef", "1", "", "", "With `reward_kl.coef`: the reward subtracted per nat of it."),
+    Metric(
+        "reward_kl",
+        "nats",
+        None,
+        "tokens, then traces",
+        "With `reward_kl.coef`: KL(old, ref) of the batch, as charged.",
+    ),
+    Metric("reward_kl_coef", "1", None, None, "With `reward_kl.coef`: the reward subtracted per nat of it."),
     Metric(
         "rollout_logprob_coverage",
         "share",
-        "",
+        None,
         "tokens",
         "Tokens with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
     ),
     Metric(
         "rollout_logprob_coverage_all",
         "share",
-        "",
+        None,
         "tokens",
         "The same over tokens of all kinds, prompts included, of each branch up to its last trained token: ART's "
         "denominator without padding. A prefix that branches share counts in each of them.",
@@ -274,7 +282,7 @@ TRAINING: tuple[Metric, ...] = (
         "kept tokens",
         "Mean of the ratio inside the surrogate, at the surrogate's level; absent if it has no ratio.",
     ),
-    Metric("ratio_max", "1", "as ratio_mean", "", "Largest ratio inside the surrogate over the step's kept tokens."),
+    Metric("ratio_max", "1", "as ratio_mean", None, "Largest ratio inside the surrogate over the step's kept tokens."),
     Metric(
         "clip_fraction",
         "share",
@@ -301,14 +309,14 @@ TRAINING: tuple[Metric, ...] = (
         "ope_low",
         "reward",
         "as ope",
-        "",
+        None,
         "Lower end of its 95 % interval (delta method over groups), within the rewards of the held-out traces.",
     ),
-    Metric("ope_high", "reward", "as ope", "", "Upper end of its 95 % interval."),
+    Metric("ope_high", "reward", "as ope", None, "Upper end of its 95 % interval."),
     Metric(
         "ope_recorded_reward",
         "reward",
-        "",
+        None,
         "held-out traces",
         "Mean recorded reward of the same held-out traces.",
     ),
@@ -316,7 +324,7 @@ TRAINING: tuple[Metric, ...] = (
         "ope_ess",
         "traces",
         "as ope",
-        "",
+        None,
         "Kish effective sample size of the held-out traces: (sum w)^2 / sum w^2.",
     ),
     Metric(
@@ -330,21 +338,25 @@ TRAINING: tuple[Metric, ...] = (
         "ope_reliable",
         "0 or 1",
         "as ope",
-        "",
+        None,
         "1 if no weight was clamped, at least 10 effective traces and 0.3 of all are left, and there is an interval.",
     ),
-    Metric("ope_traces", "traces", "", "", "Held-out traces all of whose tokens have a rollout logprob."),
+    Metric("ope_traces", "traces", None, None, "Held-out traces all of whose tokens have a rollout logprob."),
     Metric(
         "ope_clamped",
         "traces",
         "as ope",
-        "",
+        None,
         "Held-out traces whose summed log-ratio was clamped.",
     ),
     Metric(
-        "logprob_good", "nats", "", "tokens", "Mean logprob of held-out traces with a reward above their group's mean."
+        "logprob_good",
+        "nats",
+        None,
+        "tokens",
+        "Mean logprob of held-out traces with a reward above their group's mean.",
     ),
-    Metric("logprob_bad", "nats", "", "tokens", "The same for traces with a reward below their group's mean."),
+    Metric("logprob_bad", "nats", None, "tokens", "The same for traces with a reward below their group's mean."),
 )
 """Metrics that the trainer itself writes into a row."""
 

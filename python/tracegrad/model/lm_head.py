@@ -126,10 +126,10 @@ def choose_plan(
     chunk_rows: int,
     *,
     fits: bool = False,
-    reason_unfit: str = "",
+    reason_unfit: str | None = None,
     requested: Name | None = None,
 ) -> HeadPlan:
-    """Return the cheapest plan that is exact, or the plan `asked` if it is set.
+    """Return the cheapest plan that is exact, or the plan `requested` if it is set.
 
     Args:
         size: of the head.
@@ -140,7 +140,7 @@ def choose_plan(
         requested: the name of a plan; None chooses.
 
     Raises:
-        ArgumentError: if the plan `asked` is not possible.
+        ArgumentError: if the plan `requested` is not possible.
 
     >>> choose_plan(Size(1000, 64, 500), Gradients(), 100, fits=True).name
     'one-pass'
@@ -161,11 +161,11 @@ def choose_plan(
     return _plan_with_costs(size, wants, chunk_rows, chosen, reasons[chosen])
 
 
-def _impossible_plan_message(name: Name, wants: Gradients, reason: str) -> str:
+def _impossible_plan_message(name: Name, wants: Gradients, reason_unfit: str | None) -> str:
     reason = {
         "no-grad": "a gradient is wanted",
         "recompute": "nothing takes a gradient",
-        "one-pass": reason or "the loss is not known here",
+        "one-pass": reason_unfit or "the loss is not known here",
         "frozen": "the head takes a gradient, or the loss one by the entropy",
     }[name]
     if not wants.any:

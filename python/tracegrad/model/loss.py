@@ -164,9 +164,9 @@ def policy_loss(
     check_shapes(hidden, weight, batch.target, bias)
     if len(batch.logit_row) != len(terms.advantages):
         raise ArgumentError(
-            f"TG-MODEL-013: the batch has {len(batch.logit_row)} terms and `terms` {len(terms.advantages)}. "
-            f"Each term needs "
-            "its own arrays. Pass step.terms(batch, corrected) of the same batch."
+            f"TG-MODEL-013: the batch has {len(batch.logit_row)} trained tokens and `terms` has "
+            f"{len(terms.advantages)}. Each needs one entry in every array. Pass step.terms(batch, corrected) of the "
+            "same batch."
         )
     setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))

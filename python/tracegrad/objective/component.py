@@ -3,7 +3,7 @@ evaluated on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.ratio import TOKEN, Aggregation, Ratio, Reduce, clamp_log_ratio
@@ -45,8 +45,8 @@ class Component:
     def check(self, objective: "Objective") -> None:
         """Raise if it would have no effect in this objective, or another effect than its fields say."""
 
-    def to_core(self) -> tuple[Any, ...]:
-        """Return its fields as plain numbers, strings and tuples, from which the Rust core evaluates it."""
+    def to_core(self) -> NamedTuple:
+        """Return its plain form from `core_forms`, from which the Rust core evaluates it."""
         raise NotImplementedError
 
 
@@ -209,7 +209,7 @@ class LossInputs:
         """Return the tokens that a penalty or bonus runs over.
 
         Args:
-            masked: the field `gated` of the penalty or bonus.
+            masked: the field `masked` of the penalty or bonus.
             keep: bool, the tokens that all rejections kept.
         """
         return self.keep if masked == "detached" else keep if masked else self.counted

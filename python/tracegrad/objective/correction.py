@@ -15,6 +15,7 @@ from tracegrad import _core, _validation
 from tracegrad._validation import is_tensor
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.component import core_of
+from tracegrad.objective.core_forms import CoreTotals
 from tracegrad.objective.objective import MissingLogprobs
 from tracegrad.objective.ratio import Reduce
 from tracegrad.objective.rejection import AnyRejection
@@ -285,7 +286,7 @@ def correct(
         "width": layout.width,
         "totals": None if totals is None else _counts(totals),
     }
-    weight, keep, scales, stats = _core.correct_terms(
+    corrected = _core.correct_terms(
         columns,
         [core_of("a rejection", rejection) for rejection in rejections if rejection.detached],
         [core_of("a weight", part) for part in weights if part.detached],
@@ -293,20 +294,26 @@ def correct(
         missing_logprobs,
         all_reduce,
     )
-    by_reduction = {part: layout.back(scale) for part, scale in zip(all_reductions, scales, strict=True)}
+    by_reduction = {part: layout.back(scale) for part, scale in zip(all_reductions, corrected["scales"], strict=True)}
     ratios = old is not None and rollout is not None
     return Correction(
-        layout.back(weight), layout.back(keep), by_reduction[reduction], _metrics(stats, ratios), by_reduction
+        layout.back(corrected["weight"]),
+        layout.back(corrected["keep"]),
+        by_reduction[reduction],
+        _metrics(corrected["stats"], ratios),
+        by_reduction,
     )
 
 
-def _counts(totals: Totals) -> tuple[int, ...]:
-    names = ("terms", "traces", "groups")
-    return tuple(_validation.integer(getattr(totals, name, None), f"totals.{name}", least=0) for name in names)
+def _counts(totals: Totals) -> CoreTotals:
+    def count(name: str) -> int:
+        return _validation.integer(getattr(totals, name, None), f"totals.{name}", least=0)
+
+    return CoreTotals(count("terms"), count("traces"), count("groups"))
 
 
 def _metrics(stats: Mapping[str, float], ratios: bool) -> dict[str, float]:
-    """Return what the correction did. `metrics.OffPolicy` describes the ratios themselves."""
+    """Return what the correction did. `metrics.OffPolicySums` describes the ratios themselves."""
     terms = max(stats["terms"], 1.0)
     metrics = {
         "terms": stats["terms"],

@@ -377,7 +377,7 @@ class Objective:
 def with_kl(objective: Objective, coef: float) -> Objective:
     """Return the objective with a k3 penalty against the reference model; without one if `coef` is 0.
 
-    The penalty is neither gated nor weighted: TRL's with use_bias_correction_kl=False. TRL's default is `with_beta`.
+    The penalty is neither masked nor weighted: TRL's with use_bias_correction_kl=False. TRL's default is `with_beta`.
 
     >>> from tracegrad.objective import PolicyGradient
     >>> with_kl(Objective(PolicyGradient()), 0.04).requirements.ref
@@ -412,9 +412,9 @@ def _with_kl_penalty(
     others = tuple(penalty for penalty in objective.penalties if penalty.ratio != Ratio("theta", "ref"))
     if coef == 0:
         return replace(objective, penalties=others)
-    gated = objective.reduce.denominator == "kept"
+    masked = objective.reduce.denominator == "kept"
     kl = Penalty(
-        Ratio("theta", "ref"), "k3", coef, gated, weighted=False, importance=importance, importance_level=level
+        Ratio("theta", "ref"), "k3", coef, masked, weighted=False, importance=importance, importance_level=level
     )
     return replace(objective, penalties=(*others, kl))
 
@@ -426,5 +426,5 @@ def with_entropy(objective: Objective, coef: float) -> Objective:
     >>> with_entropy(Objective(PolicyGradient()), 0.01).requirements.entropy
     True
     """
-    gated = objective.reduce.denominator == "kept"
-    return replace(objective, entropy=EntropyBonus(coef, masked=gated) if coef else None)
+    masked = objective.reduce.denominator == "kept"
+    return replace(objective, entropy=EntropyBonus(coef, masked=masked) if coef else None)

@@ -135,7 +135,8 @@ class Penalty(Component):
 class AdaptiveEntropy:
     """Entropy coefficient that follows a target: up by `delta` after a step at or below it, down after one above.
 
-    The bonus is applied only after a step at or below the target. The state is in `trainer.optim.EntropyController`.
+    The bonus is applied only after a step at or below the target. The state is in
+    `trainer.optim.EntropyController`.
 
     Args:
         target: target entropy, nats.

@@ -536,7 +536,7 @@ def find(name: str) -> Objective:
 
 
 def load_named(name: str, kind: type[_T], default_module: str, what: str) -> _T:
-    """Return the value of type `kind` called `name` in module `room`, or NAME of `module:NAME` or `file.py:NAME`."""
+    """Return the value of type `kind` called `name` in module `default_module`, or `module:NAME` or `file.py:NAME`."""
     module, _, attribute = name.rpartition(":")
     try:
         namespace = vars(

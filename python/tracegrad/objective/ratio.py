@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tracegrad import _core
 from tracegrad._validation import check_choice, check_positive, refuse_without_effect
 from tracegrad.errors import ArgumentError
+from tracegrad.objective.core_forms import CoreAggregation, CoreRatio, CoreReduction
 
 LOG_RATIO_LIMIT: float = _core.LOG_RATIO_LIMIT
 """Log-ratios are clamped to plus or minus this many nats before they are exponentiated."""
@@ -85,9 +86,9 @@ class Ratio:
         """Whether it names rollout, so that it has no value at tokens with a missing recorded logprob."""
         return "rollout" in self or "proximal" in self
 
-    def to_core(self) -> tuple[str, str]:
+    def to_core(self) -> CoreRatio:
         """Return its plain form."""
-        return (self.num, self.den)
+        return CoreRatio(self.num, self.den)
 
 
 def remaining_powers(ratios: Iterable[Ratio]) -> dict[str, int]:
@@ -167,9 +168,9 @@ class Aggregation:
         """Whether the level is the group or batch, which span several traces."""
         return self.over in ("group", "batch")
 
-    def core(self, kept: bool) -> tuple[str, str | None, bool, str | None]:
-        """Return its plain form; `kept` says over which tokens."""
-        return (self.over, self.reduce, kept, self.blend)
+    def to_core(self, kept: bool) -> CoreAggregation:
+        """Return its plain form; with `kept`, it runs over kept tokens only."""
+        return CoreAggregation(self.over, self.reduce, kept, self.blend)
 
     def apply(self, values: Any, view: Any, inside: Any) -> Any:
         """Return log-ratios aggregated and broadcast back to each token.
@@ -317,10 +318,10 @@ class Reduce:
         if self.norm is not None:
             check_positive("Reduce.norm", self.norm)
 
-    def to_core(self) -> tuple[Any, ...]:
-        """Return (per, mean, norm, kept)."""
+    def to_core(self) -> CoreReduction:
+        """Return its plain form."""
         norm = 1.0 if self.norm is None else self.norm
-        return (self.per, self.inner == "mean", norm, self.denominator == "kept")
+        return CoreReduction(self.per, self.inner == "mean", norm, self.denominator == "kept")
 
     def __str__(self) -> str:
         kept = "kept " if self.denominator == "kept" else ""

@@ -15,6 +15,7 @@ from tracegrad._validation import (
 )
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.component import Component, LossInputs
+from tracegrad.objective.core_forms import CoreRejection, CoreRejectionBudget
 from tracegrad.objective.ratio import (
     CONDITION_SIGNS,
     INFINITY,
@@ -153,10 +154,11 @@ class Rejection(AnyRejection):
     def ratios(self) -> Sequence[tuple[Ratio, Aggregation]]:
         return [(self.ratio, Aggregation(self.drops, "max") if self.drops else self.level)]
 
-    def to_core(self) -> tuple[Any, ...]:
-        """Return (ratio, stat, level, low, high, when, drops)."""
-        level = self.level.core(self.terms == "kept")
-        return (self.ratio.to_core(), self.stat, level, *self.bounds, self.when, self.drops or self.level.over)
+    def to_core(self) -> CoreRejection:
+        level = self.level.to_core(self.terms == "kept")
+        low, high = self.bounds
+        drops = self.drops or self.level.over
+        return CoreRejection(self.ratio.to_core(), self.stat, level, low, high, self.when, drops)
 
     def keeps(self, view: LossInputs, keep: Any) -> Any:
         has = view.has_value(self.ratio)
@@ -239,9 +241,10 @@ class RejectionBudget(AnyRejection):
     def cross_trace_reason(self) -> str:
         return f"'{self}' is a budget for the full step"
 
-    def to_core(self) -> tuple[Any, ...]:
-        """Return (ratio, stat, mean, kept, active)."""
-        return (self.ratio.to_core(), self.stat, self.mean, self.terms == "kept", self.quadrants == "active")
+    def to_core(self) -> CoreRejectionBudget:
+        return CoreRejectionBudget(
+            self.ratio.to_core(), self.stat, self.mean, kept=self.terms == "kept", active=self.quadrants == "active"
+        )
 
     def __str__(self) -> str:
         where = " in the active quadrants" if self.quadrants == "active" else ""

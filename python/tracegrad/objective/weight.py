@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from tracegrad._validation import check_choice, check_kind, check_ratio_bounds, refuse_without_effect
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.component import Component, LossInputs, core_of
+from tracegrad.objective.core_forms import CoreShape, CoreWeight
 from tracegrad.objective.ratio import (
     CONDITION_SIGNS,
     INFINITY,
@@ -43,8 +44,8 @@ class Shape:
         """Return the weight of each token, given its log w, which is finite and clamped."""
         raise NotImplementedError(f"{type(self).__name__} has no apply(log_ratio)")
 
-    def to_core(self) -> tuple[str, float, float]:
-        """Return (name, first, second) for the Rust core."""
+    def to_core(self) -> CoreShape:
+        """Return its plain form for the Rust core."""
         raise NotImplementedError
 
 
@@ -60,8 +61,8 @@ class Identity(Shape):
     def apply(self, log_ratio: Any) -> Any:
         return log_ratio.exp()
 
-    def to_core(self) -> tuple[str, float, float]:
-        return ("identity", 0.0, 0.0)
+    def to_core(self) -> CoreShape:
+        return CoreShape("identity")
 
     def __str__(self) -> str:
         return "w"
@@ -97,8 +98,8 @@ class Truncate(Shape):
     def apply(self, log_ratio: Any) -> Any:
         return log_ratio.exp().clamp(self.low, self.high)
 
-    def to_core(self) -> tuple[str, float, float]:
-        return ("clamp", self.low, self.high)
+    def to_core(self) -> CoreShape:
+        return CoreShape("clamp", self.low, self.high)
 
     def __str__(self) -> str:
         return f"clamp(w, {self.low:g}, {self.high:g})"
@@ -132,8 +133,8 @@ class MaskOutside(Shape):
             return w.where((w > self.low) & (w < self.high), 0)
         return w.where((w >= self.low) & (w <= self.high), 0)
 
-    def to_core(self) -> tuple[str, float, float]:
-        return ("strict_window" if self.strict else "window", self.low, self.high)
+    def to_core(self) -> CoreShape:
+        return CoreShape("strict_window" if self.strict else "window", self.low, self.high)
 
     def __str__(self) -> str:
         sign = "<" if self.strict else "<="
@@ -193,8 +194,8 @@ class Gamma(Shape):
     def apply(self, log_ratio: Any) -> Any:
         return (self.rate + self.power * log_ratio - self.rate * log_ratio.exp()).exp()
 
-    def to_core(self) -> tuple[str, float, float]:
-        return ("gamma", self.power, self.rate)
+    def to_core(self) -> CoreShape:
+        return CoreShape("gamma", self.power, self.rate)
 
     def __str__(self) -> str:
         return f"e^{self.rate:g} w^{self.power:g} e^(-{self.rate:g} w)"
@@ -226,8 +227,8 @@ class Gaussian(Shape):
     def apply(self, log_ratio: Any) -> Any:
         return (-log_ratio.square() / (2 * self.sigma**2)).exp()
 
-    def to_core(self) -> tuple[str, float, float]:
-        return ("gaussian", self.sigma, 0.0)
+    def to_core(self) -> CoreShape:
+        return CoreShape("gaussian", self.sigma)
 
     def __str__(self) -> str:
         return f"exp(-(log w)^2 / (2 * {self.sigma:g}^2))"
@@ -297,10 +298,10 @@ class Weight(Component):
         absorbs_nothing = self.absorbs and not any(weight.detached for weight in objective.weights)
         refuse_without_effect(absorbs_nothing, "Weight.absorbs", "no weight is detached")
 
-    def to_core(self) -> tuple[Any, ...]:
-        """Return (ratio, level, (shape, first, second), when, normalize)."""
-        level = self.level.core(self.level.terms == "kept")
-        return (self.ratio.to_core(), level, core_of("Weight.transform", self.transform), self.when, self.normalize)
+    def to_core(self) -> CoreWeight:
+        level = self.level.to_core(self.level.terms == "kept")
+        shape = core_of("Weight.transform", self.transform)
+        return CoreWeight(self.ratio.to_core(), level, shape, self.when, self.normalize)
 
     def factor(self, view: LossInputs, keep: Any, absorbed: Any) -> Any:
         """Return shape(w) at each token; 1 if the ratio has no value or the condition is not met."""

@@ -260,12 +260,12 @@ class Failures:
     Args:
         count: trajectories without its reward; for rollouts, the trajectories that failed.
         first: task, trajectory, function, error and source line of the first failure.
-        traceback: traceback of the first failure; "" without one.
+        traceback: traceback of the first failure; None without one.
     """
 
     count: int
     first: str
-    traceback: str
+    traceback: str | None
 
 
 MAX_RESPONSE_IDS = 65_536
@@ -581,9 +581,12 @@ class Collector:
         if (previous := self.counts.failures.get(source)) is not None:
             previous.count += 1
             return
-        traceback = "" if failure is None else failure.traceback
+        traceback = None if failure is None else failure.traceback
         self.counts.failures[source] = Failures(1, line, traceback)
-        for text in (f"failed   {line}", *(f"         {traceback_line}" for traceback_line in traceback.splitlines())):
+        for text in (
+            f"failed   {line}",
+            *(f"         {traceback_line}" for traceback_line in (traceback or "").splitlines()),
+        ):
             self.server_pool.log(text)
 
     async def _play(self, agent: Any, task: Any, name: str, group: str | None) -> RolloutResult:

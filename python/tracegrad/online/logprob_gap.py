@@ -65,7 +65,8 @@ class LogprobGap:
 
     Args:
         terms: number of tokens.
-        p50, p99, max, mean: percentiles, maximum and mean; NaN without tokens.
+        p50, p99: percentiles; between two tokens the larger one. NaN without tokens, as are the next two.
+        max, mean: maximum and mean.
         square: mean of the squares.
     """
 

@@ -199,10 +199,18 @@ def train(
                 RunInfo(str(model), repr(objective), options, rollout, engine_arguments).write(out, config)
                 server_pool = ServerPool(pool, make_sync, trainer.steps_done, end_reason=ended_reason, log=log)
                 state = RunState(trainer.steps_done, trainer.steps_done, len(consumed.steps))
-                settings = {"server_pool": server_pool, "state": state, "config": config, "tokenizer": tokenizer}
-                settings |= {"options": options, "rollout": rollout}
                 rollout_worker, evaluate = build_rollout_workers(
-                    stack, rollout_spec, tasks, eval_tasks, out=out, **settings
+                    stack,
+                    rollout_spec,
+                    tasks,
+                    eval_tasks,
+                    out=out,
+                    server_pool=server_pool,
+                    state=state,
+                    config=config,
+                    tokenizer=tokenizer,
+                    options=options,
+                    rollout=rollout,
                 )
                 stack.enter_context(server_pool)
         lines = _sinks(trainer, options, sinks, log) if ranks.first else []

@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 class Totals:
     """Counts of one step over all ranks: trained tokens, and the traces and groups that have one.
 
-    Traces that the argument `counted` of `pack` selects count without a trained token, and so do their groups.
+    Traces that the argument `count_always` of `pack` selects count without a trained token, and so do their groups.
     """
 
     terms: int
@@ -49,7 +49,7 @@ class TruncationLoss:
 class SkippedTraces:
     """Traces that count in a step but are not packed, over all ranks.
 
-    They have advantage 0, which cannot affect the loss, or they have no trained token and are `counted`.
+    They have advantage 0, which cannot affect the loss, or they have no trained token and are in `count_always`.
     """
 
     traces: int = 0
@@ -124,7 +124,7 @@ class Batch:
     images: RowImages | None = None
 
     def __repr__(self) -> str:
-        return f"Batch({len(self.ids)} tokens, {len(self.term)} terms)"
+        return f"Batch({len(self.ids)} tokens, {len(self.term)} trained tokens)"
 
     def to(self, device: Any) -> Batch:
         """Return the same batch as torch tensors on `device` (any argument of `torch.Tensor.to`).
@@ -171,7 +171,7 @@ class Batch:
         if mask.dtype != np.bool_ or mask.shape != self.term.shape:
             raise ArgumentError(
                 f"TG-PACK-002: dropped is {mask.dtype} of shape {mask.shape}, but the batch has {len(self.term)} "
-                "terms. Pass one bool per term: dropped[batch.term] of an array in the step's order."
+                "trained tokens. Pass one bool for each: dropped[batch.term] of an array in the step's order."
             )
         rows, row = np.unique(self.logit_row[~mask], return_inverse=True)
         logit_rows = {name: getattr(self, name)[rows] for name in ("read", "target", "inv_temperature")}
@@ -242,12 +242,12 @@ class Step:
         return len(self.origin)
 
     def __repr__(self) -> str:
-        totals = f"{self.totals.terms} terms, {self.totals.traces} traces, {self.totals.groups} groups"
+        totals = f"{self.totals.terms} trained tokens, {self.totals.traces} traces, {self.totals.groups} groups"
         return f"Step({totals}; here {len(self.batches)} rows of {sum(len(row.ids) for row in self.batches)} tokens)"
 
     def _repr_html_(self) -> str:
         rows = [(number, len(batch.ids), len(batch.term)) for number, batch in enumerate(self.batches[:10])]
-        return _html.table(repr(self), ("row", "tokens", "terms"), rows)
+        return _html.table(repr(self), ("row", "tokens", "trained tokens"), rows)
 
     @property
     def has_trained_tokens(self) -> bool:
@@ -271,7 +271,7 @@ class Step:
         newest = int(np.max(self.version, initial=-1))
         if newest > version:
             raise ArgumentError(
-                f"TG-PACK-003: version is {version}, and a term was sampled by version {newest}. A policy samples "
+                f"TG-PACK-003: version is {version}, and a token was sampled by version {newest}. A policy samples "
                 "after it was trained, so one of the two counts otherwise. Pass the version that the servers were "
                 "given last."
             )
@@ -379,8 +379,9 @@ class Step:
     def _check(self, name: str, lengths: list[int], expected: list[int]) -> None:
         if lengths != expected:
             raise ArgumentError(
-                f"TG-PACK-004: {name} has {lengths} entries but the step has {expected}. Each term needs its own "
-                "logprob. Pass one array per batch, each of the batch's terms, or one array in the step's order."
+                f"TG-PACK-004: {name} has {lengths} entries but the step has {expected}. Each trained token "
+                "needs a logprob. Pass one array per batch, of the batch's trained tokens, or one array in the step's "
+                "order."
             )
 
 

@@ -126,7 +126,7 @@ def nothing_to_train() -> ArgumentError:
     """Create the error for sequences in which no trace has a trained token that is laid out."""
     return ArgumentError(
         "TG-PACK-008: no token can be trained. Every trace is without a trainable token or longer than tokens_per_row. "
-        "Look at the tiers and the drift of the sequences, or raise tokens_per_row."
+        "Look at the alignment levels and the alignment report of the sequences, or raise tokens_per_row."
     )
 
 
@@ -276,21 +276,19 @@ def pack(
     ids, keys = ids_with_image_keys(sequences)
     trainable = _contiguous(sequences.trainable, np.bool_)
     limits = (int(tokens_per_row), whole_traces)
-    length, terms, lost, over, present, trace_index = _measure_branches(
-        sequences, ids, *limits, share_prefixes, too_long
-    )
+    sizes = _measure_branches(sequences, ids, *limits, share_prefixes, too_long)
     none = np.zeros(sequences.traces, bool)
     masked = none if count_always is None else _validation.flags(count_always, "count_always", length=sequences.traces)
-    groups = group_into_steps(sequences, terms, masked, groups_per_step, seed)
+    groups = group_into_steps(sequences, sizes.terms, masked, groups_per_step, seed)
     idle = has_zero_advantage(sequences, per_token, groups) if skip_zero_advantage else none
-    length = np.where(idle[trace], 0, length).astype(np.int32)
+    length = np.where(idle[trace], 0, sizes.length).astype(np.int32)
     shape = shape or ModelShape()
-    costs = (shape.token_flop, shape.pair_flop, shape.term_flop)
+    cost = PlacementCost(shape.token_flop, shape.pair_flop, shape.term_flop)
     least_gain = MIN_SHARING_GAIN if share_prefixes else None
-    step = _contiguous(groups.step[present], groups.step.dtype)
-    weights = terms + vision_cost(sequences, length, shape)
+    step = _contiguous(groups.step[sizes.present], groups.step.dtype)
+    weights = sizes.terms + vision_cost(sequences, length, shape)
     placement = _Placed(
-        *_core.pack_place(ids, cu, length, weights, trace_index, step, int(ranks), *limits, costs, least_gain)
+        **_core.pack_place(ids, cu, length, weights, sizes.trace_index, step, int(ranks), *limits, cost, least_gain)
     )
     # All ranks have the same number of rows. An empty step still has one row of padding, because the optimizer may
     # still update parameters.
@@ -298,12 +296,17 @@ def pack(
     own_step = np.where(placement.rank == rank, groups.step[trace], -1).astype(np.int32)
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
     plan = (length, own_step, placement.row, placement.order, rows, placement.shared)
-    arrays = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
-    layout = Layout(*arrays, images=sequences.images, keys=keys)
+    rows_of_rank = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
+    layout = Layout(**rows_of_rank, images=sequences.images, keys=keys)
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
     packed = _Packing(
-        groups, placement, layout, by_term, too_long_losses(sequences, groups, lost, over), count_skipped(groups, idle)
+        groups,
+        placement,
+        layout,
+        by_term,
+        too_long_losses(sequences, groups, sizes.lost, sizes.too_long),
+        count_skipped(groups, idle),
     )
     return [_step(packed, share_prefixes, index) for index in range(len(rows))]
 
@@ -329,10 +332,17 @@ def measure(
     Raises:
         ArgumentError: if a trace is too long, as in `pack`.
     """
-    _, terms, *_ = _measure_branches(
-        sequences, ids_with_image_keys(sequences)[0], tokens_per_row, whole_traces, share_prefixes, too_long
-    )
-    return np.bincount(sequences.trace, terms, minlength=sequences.traces).astype(np.int64)
+    ids, _ = ids_with_image_keys(sequences)
+    sizes = _measure_branches(sequences, ids, tokens_per_row, whole_traces, share_prefixes, too_long)
+    return np.bincount(sequences.trace, sizes.terms, minlength=sequences.traces).astype(np.int64)
+
+
+class PlacementCost(NamedTuple):
+    """FLOP of a token, of a (key, query) pair and of a trained token, for `_core.pack_place`."""
+
+    token: float
+    pair: float
+    term: float
 
 
 class _Placed(NamedTuple):
@@ -392,7 +402,7 @@ def advantages_by_token(
         where = f"per={per!r} and there" if per else "there"
         raise ArgumentError(
             f"TG-PACK-009: advantages has shape {values.shape}, but {where} are {sequences.traces} traces and "
-            f"{len(terms)} terms. Pass one per trace, or one per trainable token."
+            f"{len(terms)} trained tokens. Pass one per trace, or one per trainable token."
         )
     bad = terms[~np.isfinite(out[terms])]
     if len(bad):
@@ -404,15 +414,30 @@ def advantages_by_token(
     return out
 
 
+class _BranchSizes(NamedTuple):
+    """Sizes of N branches of R traces.
+
+    Args:
+        length: [N] int32, tokens that are laid out.
+        terms: [N] int32, trained tokens among them.
+        lost: [R] int64, trained tokens that are not laid out.
+        too_long: rows of the traces that are too long.
+        present: rows of the traces that have a branch.
+        trace_index: [N] int32, index of each branch's trace in `present`.
+    """
+
+    length: Ints
+    terms: Ints
+    lost: Counts
+    too_long: Ints
+    present: Ints
+    trace_index: Ints
+
+
 def _measure_branches(
     sequences: Sequences, ids: Ints, tokens_per_row: int, whole_traces: bool, share_prefixes: bool, too_long: str
-) -> tuple[Ints, Ints, Counts, Ints, Ints, Ints]:
-    """Measure the branches for `pack`.
-
-    Returns:
-        tokens laid out [N] and trained tokens [N] of each branch, lost trained tokens [R], the traces that are too
-        long, the traces that have a branch, and the index of each branch's trace among these [N].
-    """
+) -> _BranchSizes:
+    """Measure the branches for `pack`."""
     # Folders of earlier versions may have traces without a branch at the end; the core counts traces with a branch.
     present, trace_index = np.unique(_contiguous(sequences.trace, np.int32), return_inverse=True)
     trace_index = trace_index.astype(np.int32)
@@ -420,10 +445,11 @@ def _measure_branches(
     cu = _contiguous(sequences.cu_seqlens, np.int64)
     trainable = _contiguous(sequences.trainable, np.bool_)
     limits = (int(tokens_per_row), whole_traces, share_prefixes, too_long)
-    length, terms, cut, over = _core.pack_measure(cu, trace_index, ids, trainable, names, *limits)
-    lost = np.zeros(sequences.traces, cut.dtype)
-    lost[present] = cut
-    return length, terms, lost, present[over], present, trace_index
+    sizes = _core.pack_measure(cu, trace_index, ids, trainable, names, *limits)
+    lost = np.zeros(sequences.traces, sizes["lost"].dtype)
+    lost[present] = sizes["lost"]
+    too_long_traces = present[sizes["too_long"]]
+    return _BranchSizes(sizes["length"], sizes["terms"], lost, too_long_traces, present, trace_index)
 
 
 def _by_term(

@@ -157,8 +157,7 @@ def prepare(
 
     The inputs are read in parts (see `split_inputs`). The content of a shard depends only on the records,
     `shard_traces` and `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in
-    `group_names`; its
-    index differs per shard.
+    `group_names`; its index differs per shard.
 
     Args:
         source, model, data, map, progress: as for `load`.
@@ -272,7 +271,7 @@ def _sum(account: IngestSummary, records: list[Record], field_map: FieldMap, nam
     tally = add_tallies([StreamCounts(**record["tally"]) for record in records], field_map)
     account.parts = len(records)
     if not account.read.records and tally.files_without_calls:
-        raise ReadError(tally.first_bare)
+        raise ReadError(tally.first_bare or "")
     tally.check(field_map)
     account.mapping_lines = tally.lines(field_map, account.read, BLANK)
     account.infer_fields(names, field_map)

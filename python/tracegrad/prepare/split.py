@@ -71,9 +71,9 @@ def _with_lines(file: BinaryIO, place: Place, bounds: list[int]) -> list[Place]:
 
 
 def _find_cut(file: BinaryIO, place: Place, target: int, limit: int, field_map: FieldMap) -> int:
-    """Return the offset of the first record after `at` that starts a new group.
+    """Return the offset of the first record after `target` that starts a new group.
 
-    If no group ends before `most`, return the first record. If no record starts there, return 0.
+    If no group ends before `limit`, return the first record. If no record starts there, return 0.
     """
     start = _next_line(file, target, place.size)
     previous_group = _group_before(file, place, start, field_map)
@@ -181,7 +181,7 @@ class Part:
 
 def split_inputs(
     source: str | Sequence[str | os.PathLike[str]], part_bytes: int = PART_BYTES, map: FieldMap | None = None
-) -> tuple[list[Part], str]:
+) -> tuple[list[Part], str | None]:
     """Split an input into parts.
 
     Files are combined in order until a part has `part_bytes`. A larger file is split between records of different
@@ -194,7 +194,7 @@ def split_inputs(
 
     Returns:
         The parts. If an input larger than `part_bytes` had to stay in one part, also the reason in a sentence,
-            otherwise "".
+            otherwise None.
 
     Raises:
         ReadError, ArgumentError: as for `tracegrad.read`, if a name matches nothing.
@@ -202,7 +202,7 @@ def split_inputs(
     field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
     if reason := _reason_not_cut(places, field_map):
-        return [Part(0, tuple(places), is_only=True)], reason if _size(places) > part_bytes else ""
+        return [Part(0, tuple(places), is_only=True)], reason if _size(places) > part_bytes else None
     parts: list[list[Place]] = [[]]
     for place in places:
         for piece in split_file(place, part_bytes, field_map):
@@ -210,16 +210,16 @@ def split_inputs(
             if size and piece.size and size + piece.size > part_bytes:  # Empty files do not start a part.
                 parts.append([])
             parts[-1].append(piece)
-    return [Part(index, tuple(part_places), is_only=len(parts) == 1) for index, part_places in enumerate(parts)], ""
+    return [Part(index, tuple(part_places), is_only=len(parts) == 1) for index, part_places in enumerate(parts)], None
 
 
-def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str:
-    """Return the reason why an input is not split, or ""."""
+def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str | None:
+    """Return the reason why an input is not split, or None."""
     if field_map.session:
         return "--map.session joins records of all inputs"
     if any(not _can_reread(place) for place in places):
         return "a pipe can be read only once"
-    return ""
+    return None
 
 
 def _can_reread(place: Place) -> bool:

@@ -63,7 +63,7 @@ class IngestSummary:
     traces_with_images: int = 0
     picture_keys: list[NDArray[np.uint64]] = field(default_factory=list)
     parts: int = 1
-    reason_not_cut: str = ""
+    reason_not_cut: str | None = None
     rewards: list[str] = field(default_factory=list)
     reward: tuple[str, ...] = ()
 

@@ -180,7 +180,7 @@ class _Worker:
         self._send(job)
 
     def _send(self, message: Any) -> None:
-        with suppress(OSError):  # The process has ended. `heard` reports that.
+        with suppress(OSError):  # The process has ended. `receive` reports that.
             self.pipe.send(message)
 
     def ask(self, part: Part) -> None:

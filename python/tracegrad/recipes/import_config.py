@@ -178,7 +178,7 @@ def _warning(peer: Peer, name: str, value: Any) -> str:
 
 
 def flat(config: Any, prefix: str = "", max_depth: int = _DEEPEST) -> dict[str, Any]:
-    """Flatten mappings and dataclasses to values by dotted name, up to `deepest` levels.
+    """Flatten mappings and dataclasses to values by dotted name, up to `max_depth` levels.
 
     >>> flat({"algorithm": {"adv_estimator": "grpo"}, "trainer.n": 1})
     {'algorithm.adv_estimator': 'grpo', 'trainer.n': 1}

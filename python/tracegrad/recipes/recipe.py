@@ -35,8 +35,8 @@ class Recipe:
             empty for an option that only affects how the other trainer runs.
 
     Raises:
-        ArgumentError: for an option that does not exist or that is a field of the recipe, and for a `missing` that the
-            objective does not allow.
+        ArgumentError: for an option that does not exist or that is a field of the recipe, and for `missing_logprobs`
+            that the objective does not allow.
 
     >>> print(Recipe(presets.DR_GRPO, Advantage(scale="none")))
     loss = sum of scale * keep * weight * S
@@ -161,14 +161,14 @@ def objective_options(objective: Objective) -> Options:
     bare = replace(objective, penalties=tuple(p for p in objective.penalties if p.ratio != Ratio("theta", "ref")))
     for penalty in objective.penalties:
         for name, add in (("kl", with_kl), ("beta", with_beta)):
-            if _preset(bare) and add(bare, penalty.coef) == objective:
-                return (("objective", _preset(bare)), (f"objective.{name}", penalty.coef))
+            if (preset := _preset(bare)) and add(bare, penalty.coef) == objective:
+                return (("objective", preset), (f"objective.{name}", penalty.coef))
     return (("objective", to_source(objective)),)
 
 
-def _preset(objective: Objective) -> str:
-    """Return the name of the preset that equals an objective; "" if there is none."""
-    return next((name for name in presets.__all__ if getattr(presets, name) == objective), "")
+def _preset(objective: Objective) -> str | None:
+    """Return the name of the preset that equals an objective; None if there is none."""
+    return next((name for name in presets.__all__ if getattr(presets, name) == objective), None)
 
 
 def _with_options(start: Config, options: Options) -> Config:

@@ -90,7 +90,7 @@ class Advice:
         reason: two sentences.
         evidence: the measurement that decided, with its threshold.
         measured: all measurements.
-        record: what to request from the server next time, if that would change the recommendation; else "".
+        record: what to request from the server next time, if that would change the recommendation; else None.
 
     >>> sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -1.0, -2.0], [False, True, True])
     >>> advice = for_data(sequences, old=[-1.1, -1.9])
@@ -105,7 +105,7 @@ class Advice:
     reason: str
     evidence: str
     measured: Measurements
-    record: str = ""
+    record: str | None = None
 
     @property
     def options(self) -> Options:

@@ -154,8 +154,8 @@ def _gates(o: PeerConfig) -> tuple[Rejection, ...]:
         )
     if o[f"{_C}sequence_mask_metric"] is not None:
         agg, name = o.lookup(f"{_C}sequence_mask_metric", {"geometric": ("mean", "geo"), "product": ("sum", "product")})
-        bounds = {side: o[f"{_C}{name}_mask_{side}"] for side in ("low", "high")}
-        gates.append(Rejection(_MISMATCH, level=Aggregation("trace", agg), terms="kept", **bounds))
+        low, high = o[f"{_C}{name}_mask_low"], o[f"{_C}{name}_mask_high"]
+        gates.append(Rejection(_MISMATCH, level=Aggregation("trace", agg), terms="kept", low=low, high=high))
     return tuple(gates)
 
 

@@ -174,7 +174,7 @@ def _options(o: PeerConfig) -> Options:
     if passes != int(passes) or passes < 1:
         o.refuse("num_train_epochs", "the number of epochs is an integer here", "train.epochs", of_run=True)
     if updates > 1 and o["loss_type"] in ("dapo", "cispo", "vespo"):
-        o.differs("terms of a step", steps=updates)
+        o.differs("tokens of a step", steps=updates)
     if o["sync_ref_model"]:
         options.append(("train.ref_sync_steps", o["ref_model_sync_steps"]))
         options.append(("train.ref_mixup_alpha", float(o["ref_model_mixup_alpha"])))
@@ -337,7 +337,7 @@ TRL = Peer(
         "mean of a micro-batch": (
             "TRL's mean is over each micro-batch, tracegrad's over the step; with one micro-batch they are equal"
         ),
-        "terms of a step": (
+        "tokens of a step": (
             "TRL divides by the mean number of tokens of the {steps} steps of a generation batch, tracegrad by the "
             "number of the step"
         ),

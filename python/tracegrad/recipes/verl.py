@@ -192,7 +192,7 @@ DIFFERS: Mapping[str, str] = {
         "verl's trainer divides a mean over sequences by all rows, tracegrad by the rows with tokens after rejection: "
         "verl's mean is smaller by the share of these rows"
     ),
-    "terms of a rejected row": (
+    "tokens of a rejected row": (
         "verl's bypass mode divides a row by its tokens after rejection, tracegrad by all its tokens: the result is "
         "the share of these tokens times verl's"
     ),
@@ -268,7 +268,7 @@ def _record_rejection_differences(o: PeerConfig, loss: str, bypassed: bool) -> N
     mode = "seq-mean-token-mean" if loss == "sapo" and not bypassed else o[f"{A}loss_agg_mode"]
     has_penalty = o[f"{A}use_kl_loss"] or o[f"{A}entropy_coeff"]
     if bypassed and of_tokens and mode == "seq-mean-token-mean":
-        o.differs("terms of a rejected row")
+        o.differs("tokens of a rejected row")
     if rejections and not bypassed and mode.startswith("seq-mean") and (loss != "geo_mean" or has_penalty):
         o.differs("rejected rows")
     if loss == "geo_mean" and not bypassed:

@@ -40,7 +40,7 @@ class JudgeVote:
             represents. Equal members are shown once.
         prompt: the messages sent to the judge, including those of the second try.
         answers: the judge's answer of each try.
-        errors: the problem of each answer, "" if there was none.
+        errors: the problem of each answer, None if there was none.
         scores: scores of the trajectories in the prompt, in its order. None if no try gave them.
         explanations: explanations in the same order, or None.
         model: model name that the server reported.
@@ -66,7 +66,7 @@ class JudgeVote:
     members_by_position: list[list[int]]
     prompt: list[dict[str, Any]]
     answers: list[str]
-    errors: list[str]
+    errors: list[str | None]
     scores: list[float] | None
     explanations: list[str] | None
     model: str | None = None
@@ -120,7 +120,8 @@ class JudgeResult:
     @property
     def errors(self) -> list[str]:
         """Return the problem of the last answer of each vote without scores."""
-        return [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
+        last = [verdict.errors[-1] for verdict in self.verdicts if verdict.scores is None and verdict.errors]
+        return [error for error in last if error is not None]
 
     @classmethod
     def from_votes(cls, verdicts: Sequence[JudgeVote], count: int) -> "JudgeResult":
@@ -385,7 +386,7 @@ class Judge:
                 cause = failure_of(error)
                 failure = replace(cause, kind="wrong", message=f"the server's answer holds no message: {cause.message}")
             answers.append(answer[:65536] if isinstance(answer, str) else "")
-            errors.append("" if failure is None else str(failure))
+            errors.append(None if failure is None else str(failure))
             if failure is None:
                 break
             if answers[-1] and not attempt:

@@ -268,7 +268,7 @@ class _Server:
 
 
 class Transport(Protocol):
-    """Way to send a request to a server: `HttpTransport`, or `in_process.EngineWire` for an engine of this process."""
+    """A way to send requests to a server: `HttpTransport`, or `in_process.EngineTransport` for an engine."""
 
     async def request(
         self,
@@ -293,8 +293,8 @@ class Servers:
 
     All requests of a session go to the same server, whose cache has its prefix. A new session goes to the server with
     the fewest requests in flight. A request without an answer (a closed connection, a timeout, 5xx, 408, 425, 429) is
-    sent again after a wait that doubles each time. Every other 4xx is an error at once. A server that fails `failures`
-    times in a row is not used until /health answers and `admission`, if set, agrees.
+    sent again after a wait that doubles each time. Every other 4xx is an error at once. A server that fails
+    `max_consecutive_failures` times in a row is not used until /health answers and `admission`, if set, agrees.
 
     Args:
         urls: base URLs, with or without /v1.
@@ -331,7 +331,8 @@ class Servers:
             duplicate = next(name for name in names if names.count(name) > 1)
             raise ArgumentError(f"TG-ROLLOUT-006: {duplicate} is listed twice. List each server once.")
         limits = {"timeout_s": timeout_s, "connect_s": connect_s, "read_s": read_s or timeout_s, "probe_s": probe_s}
-        limits |= {"failures": max_consecutive_failures, "answer_bytes": answer_bytes, "connections": connections}
+        limits |= {"max_consecutive_failures": max_consecutive_failures, "answer_bytes": answer_bytes}
+        limits["connections"] = connections
         for name, value in limits.items():
             if not 0 < value < float("inf"):
                 raise ArgumentError(
@@ -348,18 +349,18 @@ class Servers:
         self._connect_s, self._probe_s = connect_s, probe_s
         self._retries, self._failures = retries, max_consecutive_failures
         self._refused: set[str] = set()
-        self._wire_options: dict[str, Any] = {
-            "key": key,
-            "connect_s": connect_s,
-            "read_s": read_s or timeout_s,
-            "answer_bytes": answer_bytes,
-            "connections": connections,
-        }
+        self._read_s, self._answer_bytes, self._connections = read_s or timeout_s, answer_bytes, connections
         self._wire: Transport | None = None
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> "Servers":
-        self._wire = HttpTransport(**self._wire_options)
+        self._wire = HttpTransport(
+            key=self.key,
+            connect_s=self._connect_s,
+            read_s=self._read_s,
+            answer_bytes=self._answer_bytes,
+            connections=self._connections,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

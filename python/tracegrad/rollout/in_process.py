@@ -223,7 +223,7 @@ class InProcessServers(Servers):
     Args:
         engine: engine with the policy.
         model: model name in requests.
-        limits: timeout_s, retries and failures, as for `Servers`.
+        limits: timeout_s, retries and max_consecutive_failures, as for `Servers`.
     """
 
     def __init__(self, engine: Engine, *, model: str, **limits: Any) -> None:
@@ -303,7 +303,7 @@ class EngineTransport:
     async def request(
         self, method: str, url: str, path: str, data: bytes | None, *, timeout_s: float, **_: Any
     ) -> Answer:
-        """Answer a request in time, or return why there is no answer, as `client.Wire.request`.
+        """Answer a request in time, or return why there is no answer, as `client.Transport.request`.
 
         Raises only on cancellation.
         """

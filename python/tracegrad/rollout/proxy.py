@@ -330,16 +330,16 @@ class EventStream:
     Args:
         added: fields that the client did not request.
         wrong_in_chunk: returns what is wrong with a chunk.
-        most: maximum size of the stream, in bytes.
+        max_bytes: maximum size of the stream.
     """
 
-    def __init__(self, added: AddedFields, wrong_in_chunk: ShapeCheck, most: int) -> None:
+    def __init__(self, added: AddedFields, wrong_in_chunk: ShapeCheck, max_bytes: int) -> None:
         self.tokens = 0
         self.chunks = 0
         self._size = 0
         self._added = added
         self._wrong_in_chunk = wrong_in_chunk
-        self._max_bytes = most
+        self._max_bytes = max_bytes
         self._events: list[bytes] = []
         self._buffer = bytearray()
 
@@ -352,7 +352,7 @@ class EventStream:
         """Yield what the client gets for a piece of the stream, event by event.
 
         Raises:
-            MalformedAnswer: for an event that is not a chunk of this API, or a stream of more than `most` bytes.
+            MalformedAnswer: for an event that is not a chunk of this API, or a stream of more than `max_bytes` bytes.
         """
         self._size += len(data)
         for event in self._split(data):
@@ -364,7 +364,7 @@ class EventStream:
         """Return what the client gets for a last event without a blank line.
 
         Raises:
-            MalformedAnswer: as for `passed`.
+            MalformedAnswer: as for `feed`.
         """
         remainder = bytes(self._buffer)
         self._buffer.clear()
@@ -452,7 +452,7 @@ def response_of(data: bytes, wrong_in: ShapeCheck) -> dict[str, Any] | None:
 
 
 def _object(data: bytes, prefix: str) -> dict[str, Any]:
-    """Decode a JSON object; `what` starts the error message if it is not one."""
+    """Decode a JSON object; `prefix` starts the error message if it is not one."""
     try:
         value = responses.parse_json(data)
     except ValueError as error:
@@ -497,7 +497,7 @@ class Proxy:
             long, or the proxy stops. If it raises, the session stays open and the client gets an error.
         journal: stores the sessions that clients opened, with their calls, until they are finished. Sessions that an
             earlier proxy left open are opened again.
-        version, sampling, salt, limits, logprob_kind: settings of sessions that clients open; as for `play`.
+        version, sampling, salt, limits, logprob_kind: settings of sessions that clients open; as for `run_rollout`.
         host, port: address to listen on; a free port by default.
         request_bytes, response_bytes: maximum sizes of bodies; larger ones are refused.
         timeout_s: time limit of one request to the server, in seconds.
@@ -534,7 +534,7 @@ class Proxy:
         self.key = key or secrets.token_urlsafe(24)
         self._upstream, self._model = Upstream(upstream, upstream_key, timeout_s), model
         self._finished, self._journal = finished, journal
-        self._session_options = {"version": version, "sampling": sampling, "logprob_kind": logprob_kind}
+        self._version, self._sampling, self._logprob_kind = version, sampling, logprob_kind
         self._refused: set[str] = set()
         self._salt, self._limits = salt, limits or Limits(max_turns=1 << 20, timeout_s=idle_s)
         self._address = (host, port)
@@ -552,10 +552,20 @@ class Proxy:
         await self._upstream.__aenter__()
         listening = socket.create_server(self._address, backlog=1024)
         self._address = listening.getsockname()[:2]
-        options = {"interface": "asgi3", "lifespan": "off", "proxy_headers": False, "server_header": False}
-        options |= {"http": Connection, "ws": "none", "h11_max_incomplete_event_size": HEAD_BYTES}
-        options |= {"log_level": "error", "access_log": False, "timeout_graceful_shutdown": 1}
-        self._server = uvicorn.Server(uvicorn.Config(self._app, **options))
+        config = uvicorn.Config(
+            self._app,
+            interface="asgi3",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            http=Connection,
+            ws="none",
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
         self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
         self._sweeping = asyncio.ensure_future(self._sweep())
@@ -691,7 +701,8 @@ class Proxy:
 
     def _new_seat(self, name: str, group: str | None) -> OpenSession:
         """Create a session that a client opens."""
-        policy = Policy(Session(name, **self._session_options), _unused, limits=self._limits, salt=self._salt)
+        session = Session(name, version=self._version, sampling=self._sampling, logprob_kind=self._logprob_kind)
+        policy = Policy(session, _unused, limits=self._limits, salt=self._salt)
         return OpenSession(policy, group=group, is_local=False)
 
     def _keep(self, seat: OpenSession) -> None:

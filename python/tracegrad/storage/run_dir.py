@@ -36,7 +36,7 @@ class RunDirectory:
         out: a path, or an fsspec address.
 
     Attributes:
-        address: address of the run without a trailing slash, "" for a local run.
+        address: address of the run without a trailing slash, None for a local run.
 
     >>> RunDirectory("runs/first").path
     PosixPath('runs/first')
@@ -48,7 +48,7 @@ class RunDirectory:
         self._transferred: dict[str, tuple[int, int]] = {}
         self._is_locked = self._has_begun = False
         self._end_reason = ""
-        self.address = str(out).rstrip("/") if remote.is_address(out) else ""
+        self.address = str(out).rstrip("/") if remote.is_address(out) else None
         self._path = None if self.address else remote.path_of(out)
 
     @classmethod
@@ -57,7 +57,7 @@ class RunDirectory:
         return out if isinstance(out, RunDirectory) else cls(out)
 
     def __str__(self) -> str:
-        return redact(self.address) or str(self.path)
+        return redact(self.address) if self.address else str(self.path)
 
     @property
     def path(self) -> Path:
@@ -151,9 +151,9 @@ class RunDirectory:
             shutil.rmtree(self._path, ignore_errors=True)
         self._path = path
 
-    def address_of(self, path: Path) -> str:
-        """Return the address of a file in the folder, "" for a local run."""
-        return redact(self._address_of(path.relative_to(self.path).as_posix())) if self.address else ""
+    def address_of(self, path: Path) -> str | None:
+        """Return the address of a file in the folder, None for a local run."""
+        return redact(self._address_of(path.relative_to(self.path).as_posix())) if self.address else None
 
     def remote_files(self) -> dict[str, int]:
         """Return the files at the address with their sizes in bytes. Names are relative to the address.
@@ -161,6 +161,7 @@ class RunDirectory:
         Raises:
             ReadError: if the address cannot be listed.
         """
+        assert self.address is not None, "a local run has no remote files"
         return remote.sizes(self.address)
 
     def download(self, names: Iterable[str]) -> None:
@@ -231,6 +232,7 @@ class RunDirectory:
         _for_all(lambda name: remote.remove(self._address_of(name)), names)
 
     def _address_of(self, name: str) -> str:
+        assert self.address is not None, "a local run has no address"
         return remote.join_address(self.address, *name.split("/"))
 
 

@@ -233,8 +233,6 @@ def train_aligned(
         with _reported(watch), watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
             sequences, terms = _select_shown(data, result.terms)
-            contents = {"rows": result.rows, "terms": terms, "summary": summary}
-            contents |= {"counts": _count_all(account), "total_gradient": result.gradient_magnitude}
             write_card(
                 result.checkpoint,
                 base=model,
@@ -254,7 +252,11 @@ def train_aligned(
                 title=title,
                 about=about,
                 links=links,
-                **contents,
+                rows=result.rows,
+                terms=terms,
+                summary=summary,
+                counts=_count_all(account),
+                total_gradient=result.gradient_magnitude,
             )
         out.sync()
         if out.address:

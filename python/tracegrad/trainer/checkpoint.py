@@ -59,7 +59,7 @@ class Progress:
 
     Args:
         step: number of optimizer steps done.
-        fingerprint: hash of the data, equal for equal trained tokens; "" if the run has no data set.
+        fingerprint: hash of the data, equal for equal trained tokens; None if the run has no data set.
         config: option values of the run, by dotted name.
         logprobs: float32 arrays with one entry per trained token: `old` for the remaining steps, and `ref`.
         control: adaptive coefficients, from `trainer.optim.EntropyController.state`.
@@ -68,7 +68,7 @@ class Progress:
     """
 
     step: int
-    fingerprint: str
+    fingerprint: str | None
     config: Mapping[str, Any]
     logprobs: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     control: Mapping[str, float] = field(default_factory=dict)
@@ -124,7 +124,7 @@ def read_progress_file(folder: Path) -> Progress:
     if (
         type(marker["step"]) is not int
         or not 0 <= marker["step"] < 1 << 53
-        or not isinstance(marker["fingerprint"], str)
+        or not isinstance(marker["fingerprint"], str | None)
     ):
         raise ValueError("its step or the hash of its data is missing or invalid")
     if not isinstance(marker["config"], dict):
@@ -132,8 +132,15 @@ def read_progress_file(folder: Path) -> Progress:
     version = marker.get("version", -1)  # Older checkpoints have no version.
     if type(version) is not int or not -1 <= version < 1 << 53:
         raise ValueError("its policy version is invalid")
-    numbers = {name: _to_floats(marker[name]) for name in ("control", "seconds")}
-    return Progress(marker["step"], marker["fingerprint"], marker["config"], logprobs, **numbers, version=version)
+    return Progress(
+        marker["step"],
+        marker["fingerprint"],
+        marker["config"],
+        logprobs,
+        control=_to_floats(marker["control"]),
+        seconds=_to_floats(marker["seconds"]),
+        version=version,
+    )
 
 
 def list_marker_files(folder: Path) -> list[str]:
@@ -510,7 +517,7 @@ class SharedRunDir:
         """The folder of this machine."""
         return self.mirror.path
 
-    def address_of(self, path: Path) -> str:
+    def address_of(self, path: Path) -> str | None:
         """Return the address of a file or folder of the run; "" if the run has no address."""
         return self.mirror.address_of(path)
 
@@ -774,7 +781,7 @@ def restore(
     try:
         if ranks.first or leads:
             verify(folder)
-    except Exception as raised:  # `ranks.agree` informs the other ranks first.
+    except Exception as raised:  # `raise_on_all` informs the other ranks first.
         error = raised
     with _reading_errors(path):
         ranks.raise_on_all(error)

@@ -460,7 +460,8 @@ class PreparedDataset:
     def __repr__(self) -> str:
         tokens = int(self.catalog.tokens.sum(dtype=np.int64))
         return (
-            f"Shards({self.traces} traces, {tokens} tokens, {len(self.shards)} shards of {len(self.folders)} folders)"
+            f"PreparedDataset({self.traces} traces, {tokens} tokens, {len(self.shards)} shards of "
+            f"{len(self.folders)} folders)"
         )
 
     def take(self, rows: NDArray[np.integer]) -> Sequences:

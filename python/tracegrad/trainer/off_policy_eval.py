@@ -137,7 +137,7 @@ def difference(
     rewards: NDArray[np.float32],
     group: NDArray[np.integer],
 ) -> tuple[float, float]:
-    """Return the estimate under `logprobs` minus that under `before`, and half of the difference's 95 % interval.
+    """Return the estimate under `logprobs` minus that under `previous_logprobs`, and half its 95 % interval.
 
     Both use the same groups, so common errors cancel: the interval is far narrower than for either estimate. Half
     of it is 1.96 standard errors, too narrow for fewer than about 20 groups, and NaN for a single group.

@@ -198,7 +198,7 @@ class EntropyController:
 
         Args:
             entropy: [M] entropies in nats.
-            keep: [M] bool, tokens that the rejections keep; used if the bonus is gated. None means all.
+            keep: [M] bool, tokens that the rejections keep; used if the bonus is masked. None means all.
             all_reduce: the reduction over the ranks that share the step.
         """
         entropy_bonus = self.objective.entropy

@@ -255,12 +255,18 @@ def estimate_resources(model: Path, config: Config, feed: TrainingData, ranks: i
     rows = {(number > 0, *row) for step in steps for number, row in enumerate(step.rows)}
     needs = needs_of(feed.objective, config)
     reference_models = int(bool(needs.ref and config.train.ref_model) or is_mixed(feed.objective, config))
-    traffic_options = {"rows": max_rows, "memory": memory, "gathered_in": 2 if is_bf16 else 4}
-    traffic_options |= {
-        "policy_passes": int(needs.old) + int(needs.ref) - reference_models,
-        "reference_passes": reference_models,
-        "fsdp": mode == "fsdp",
-    }
+    traffic = None
+    if ranks > 1:
+        traffic = estimate_communication(
+            groups,
+            fsdp=mode == "fsdp",
+            ranks=ranks,
+            rows=max_rows,
+            policy_passes=int(needs.old) + int(needs.ref) - reference_models,
+            reference_passes=reference_models,
+            memory=memory,
+            gathered_in=2 if is_bf16 else 4,
+        )
     passes = (3 if not rank else 2) + int(memory.recompute)
     text, head = model_on_meta.config.get_text_config(), model_on_meta.get_output_embeddings().weight.numel()
     rank_bytes = _Held.of(groups, shards, reference_models, memory, copies=ranks > 1 and shards == 1, low=is_bf16)
@@ -279,7 +285,7 @@ def estimate_resources(model: Path, config: Config, feed: TrainingData, ranks: i
         rate=_matrix_rate(torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if is_bf16 else torch.float32),
         ranks=ranks,
         imbalance=max(step.imbalance for step in steps),
-        traffic=estimate_communication(groups, ranks=ranks, **traffic_options) if ranks > 1 else None,
+        traffic=traffic,
     )
 
 

@@ -111,7 +111,7 @@ class TrainResult:
         seconds: wall time by stage in seconds, including that before a resume.
         device_idle_share: share of time in which the device had no queued work, a lower bound; None on a CPU.
         gradient_magnitude: sum of |d loss / d logprob| over all trained tokens of the last epoch.
-        address: address of the newest checkpoint if the run is at an address, else "".
+        address: address of the newest checkpoint if the run is at an address, else None.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +139,7 @@ class TrainResult:
     seconds: dict[str, float]
     device_idle_share: float | None = None
     gradient_magnitude: float = 0.0
-    address: str = ""
+    address: str | None = None
 
     @property
     def best_step(self) -> int:

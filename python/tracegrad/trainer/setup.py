@@ -277,9 +277,7 @@ def prepare_policy(
     return model, PreparedPolicy(target, precision, optimizer, rates)
 
 
-def other_model(
-    reference: Any, objective: Objective, config: Config, policy: PreparedPolicy
-) -> DistributedModel | None:
+def other_model(reference: Any, config: Config, policy: PreparedPolicy) -> DistributedModel | None:
     """Return the reference model on its device; None if logprobs of the policy itself serve as reference."""
     if reference is None and not config.train.ref_model:
         return None
@@ -304,7 +302,7 @@ def first_reference(reference: Any, model: Any, objective: Objective, config: Co
         keep_start: copy the model if it is the reference and training is about to change it.
 
     Raises:
-        ArgumentError: if `given` would have no effect, or the reference would be a mixture of models with adapters.
+        ArgumentError: if `reference` would have no effect, or the reference would be a mixture of models with adapters.
     """
     train = config.train
     if reference is not None:
@@ -428,14 +426,14 @@ def _traces_after_media(sequences: Sequences, media: tuple[int, ...]) -> list[st
     return [sequences.trace_name(int(trace)) for trace in np.unique(sequences.trace[first < last])]
 
 
-def check_same(path: Path, progress: Progress, options: dict[str, Any], fingerprint: str) -> None:
+def check_same(path: Path, progress: Progress, options: dict[str, Any], fingerprint: str | None) -> None:
     """Reject a resume if its options or data differ from the checkpoint's.
 
     Args:
         path: the checkpoint.
         progress: its progress.
         options: the options of this run, by dotted name.
-        fingerprint: hash of the data; "" if the run has no data set, and options about data are not compared.
+        fingerprint: hash of the data; None if the run has no data set, and options about data are not compared.
     """
     exempt = RESUMABLE_OPTIONS if fingerprint else (*RESUMABLE_OPTIONS, *OF_DATA)
     for name, value in options.items():

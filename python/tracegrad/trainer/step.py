@@ -90,7 +90,7 @@ Floats = NDArray[np.float32]
 class StepResult:
     """The result of one optimizer step. Arrays are [M] in the step's order, detached, on the CPU.
 
-    For tokens whose logit row was left out (`left_out`), logprob, entropy and ratio are NaN and the gradient is 0;
+    For tokens whose logit row was left out, logprob, entropy and ratio are NaN and the gradient is 0;
     weight and keep come from the correction.
 
     Args:

@@ -299,8 +299,8 @@ def pack_step(
     recorded, rollout = sequences.trainable, np.asarray(sequences.rollout_logprobs)[sequences.trainable]
     if not trained[rows].all():
         sequences = replace(sequences, trainable=sequences.trainable & np.repeat(trained[rows], catalog.tokens[rows]))
-    count_option = {} if counted is None else {"count_always": counted[rows]}
-    [step] = pack(sequences, advantages[rows], per="trace", **count_option, **how)
+    count_always = None if counted is None else counted[rows]
+    [step] = pack(sequences, advantages[rows], per="trace", count_always=count_always, **how)
     here = np.cumsum(recorded, dtype=np.int64)[step.origin] - 1
     if len(rows) < catalog.traces:
         step = _of_all(step, rows, catalog)

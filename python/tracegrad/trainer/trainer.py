@@ -119,7 +119,7 @@ class Trainer:
         reference = first_reference(reference, model, objective, self.config, keep_start=keep_initial_reference)
         self.model, self.policy = prepare_policy(model, self.config, self.ranks, optimizer)
         self.target, self.precision, self.optimizer = self.policy.target, self.policy.precision, self.policy.optimizer
-        self.reference = other_model(reference, objective, self.config, self.policy)
+        self.reference = other_model(reference, self.config, self.policy)
         self._mixed_reference = self.reference.model if is_mixed(objective, self.config) and self.reference else None
         self.control, self.idle = EntropyController(objective), DeviceIdleMeter(self.target.device)
         self.watch = metrics.Stopwatch(self._report_stage)
@@ -318,7 +318,7 @@ class Trainer:
     def save(
         self,
         *,
-        fingerprint: str = "",
+        fingerprint: str | None = None,
         logprobs: Mapping[str, Floats] | None = None,
         terms: Sequence[TokenRecord] = (),
         control: Mapping[str, float] | None = None,
@@ -336,9 +336,15 @@ class Trainer:
         proximal = {} if self._proximal is None else {"proximal": float(self._proximal)}
         counts = {"num_tokens": float(self.num_tokens)}
         controls = {**self.control.state(), **proximal, **counts, **(control or {})}
-        fields = {"logprobs": logprobs or {}, "control": controls, "seconds": self.watch.seconds}
-        fields["version"] = -1 if self.version is None else self.version
-        progress = Progress(self.steps_done, fingerprint, self.options(), **fields)
+        progress = Progress(
+            self.steps_done,
+            fingerprint,
+            self.options(),
+            logprobs=logprobs or {},
+            control=controls,
+            seconds=self.watch.seconds,
+            version=-1 if self.version is None else self.version,
+        )
         with self.watch("checkpoint"):
             return checkpoint.save(
                 self.out,
@@ -353,7 +359,7 @@ class Trainer:
                 away=self.run_dir,
             )
 
-    def restore(self, *, fingerprint: str = "") -> Progress | None:
+    def restore(self, *, fingerprint: str | None = None) -> Progress | None:
         """Load the newest checkpoint in `out`: parameters, optimizer, controllers, counts and random states.
 
         Args:

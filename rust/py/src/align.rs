@@ -19,8 +19,13 @@ use tracegrad_core::server::Server;
 use tracegrad_core::trace::LogprobKind;
 use tracegrad_core::{Error, Kind, Result};
 
-/// Pad id, frames, and the expansion of an image of (width, height).
-type Rule = (u32, Vec<u32>, HashMap<(u32, u32), Vec<u32>>);
+/// The image rule, with the ids of an image by its (width, height): `CoreImageRule` in Python.
+#[derive(FromPyObject)]
+struct PlainImageRule {
+    pad: u32,
+    frames: Vec<u32>,
+    expansions: HashMap<(u32, u32), Vec<u32>>,
+}
 
 /// Aligns traces. Returns the arrays of `Sequences` by name, the `drift_*` columns, and `errors`.
 #[pyfunction]
@@ -39,7 +44,7 @@ fn align_traces<'py>(
     logprob_kind: Option<&str>,
     skip_errors: bool,
     server: Option<&str>,
-    rule: Option<Rule>,
+    rule: Option<PlainImageRule>,
     sampling_defaults: Option<&str>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let parse = |name: &str| {
@@ -66,7 +71,7 @@ fn align_traces<'py>(
         sampling_defaults,
     };
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
-    let rule = rule.map(|(pad, frames, expansions)| ImageRule { pad, frames, expansions });
+    let rule = rule.map(|PlainImageRule { pad, frames, expansions }| ImageRule { pad, frames, expansions });
     let aligned =
         without_gil(py, Kind::Fault, "aligning", || align::align(&traces, &tokenizer, rule.as_ref(), options))?;
     with_python(py, Kind::Fault, "aligning", || to_dict(py, aligned))
@@ -94,7 +99,10 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("ending", aligned.ending.into_pyarray(py))?;
     let extras = PyDict::new(py);
     for column in aligned.extras {
-        let parts = (column.shape, column.offsets.into_pyarray(py), column.values.into_pyarray(py));
+        let parts = PyDict::new(py);
+        parts.set_item("shape", column.shape)?;
+        parts.set_item("offsets", column.offsets.into_pyarray(py))?;
+        parts.set_item("values", column.values.into_pyarray(py))?;
         extras.set_item(column.name, parts)?;
     }
     arrays.set_item("extras", extras)?;
@@ -132,7 +140,7 @@ fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>>
     Ok(Some(arrays))
 }
 
-/// Recovers the ids that the records determine. Returns the arrays of `Recovered` by name.
+/// Recovers the ids that the records determine. Returns the arrays of `RecoveredIds` by name.
 #[pyfunction]
 fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
     let (traces, tokenizer) = (traces.inner.clone(), tokenizer.inner.clone());
@@ -209,16 +217,29 @@ impl PyConversation {
     }
 
     /// Returns `(turn, reason, detail)` of each fork.
-    fn forks(&self, py: Python<'_>) -> PyResult<Vec<(i32, &'static str, String)>> {
+    fn forks(&self, py: Python<'_>) -> PyResult<Vec<Fork>> {
         without_gil(py, Kind::Fault, "the conversation", || {
             let conversation = self.held()?;
-            Ok(conversation.forks().map(|fork| (fork.turn, NAMES[fork.reason as usize], fork.detail.clone())).collect())
+            let fork = |fork: &align::Finding| Fork {
+                turn: fork.turn,
+                reason: NAMES[fork.reason as usize],
+                detail: fork.detail.clone(),
+            };
+            Ok(conversation.forks().map(fork).collect())
         })
     }
 
     fn copy(&self, py: Python<'_>) -> PyResult<Self> {
         without_gil(py, Kind::Fault, "the conversation", || Ok(Self(Mutex::new(self.held()?.clone()))))
     }
+}
+
+/// A prompt that was tokenized from scratch, a dict in Python: the arguments of `PromptFork`.
+#[derive(IntoPyObject)]
+struct Fork {
+    turn: i32,
+    reason: &'static str,
+    detail: String,
 }
 
 impl PyConversation {

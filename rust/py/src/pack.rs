@@ -20,10 +20,19 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
     }
 }
 
-/// Returns length and terms of each branch, the terms lost by each trace, and the traces that are too long. `shared`
-/// matters only with `whole_traces`.
+/// The sizes of branches, a dict in Python.
+#[derive(IntoPyObject)]
+struct BranchSizes<'py> {
+    length: Column<'py, i32>,
+    terms: Column<'py, i32>,
+    lost: Column<'py, i64>,
+    too_long: Column<'py, i32>,
+}
+
+/// Returns length and trained tokens of each branch, the trained tokens lost by each trace, and the traces that are too
+/// long. `shared` matters only with `whole_traces`.
 #[pyfunction]
-#[expect(clippy::too_many_arguments, clippy::type_complexity, reason = "a border of arrays")]
+#[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_measure<'py>(
     py: Python<'py>,
     cu_seqlens: PyReadonlyArray1<'py, i64>,
@@ -35,7 +44,7 @@ fn pack_measure<'py>(
     whole_traces: bool,
     shared: bool,
     too_long: &str,
-) -> PyResult<(Column<'py, i32>, Column<'py, i32>, Column<'py, i64>, Column<'py, i32>)> {
+) -> PyResult<BranchSizes<'py>> {
     let branches = Branches {
         cu_seqlens: cu_seqlens.as_slice()?,
         trace: trace.as_slice()?,
@@ -50,12 +59,35 @@ fn pack_measure<'py>(
     };
     let measure = || pack::measure(branches, tokens_per_row, unit, too_long_named(too_long)?);
     let out = without_gil(py, Kind::Fault, "packing", measure)?;
-    Ok((
-        out.length.into_pyarray(py),
-        out.terms.into_pyarray(py),
-        out.lost.into_pyarray(py),
-        out.too_long.into_pyarray(py),
-    ))
+    Ok(BranchSizes {
+        length: out.length.into_pyarray(py),
+        terms: out.terms.into_pyarray(py),
+        lost: out.lost.into_pyarray(py),
+        too_long: out.too_long.into_pyarray(py),
+    })
+}
+
+/// FLOP of a token, of a pair of tokens and of a trained token: `PlacementCost` in Python.
+#[derive(FromPyObject)]
+struct PlainCost {
+    token: f64,
+    pair: f64,
+    term: f64,
+}
+
+/// The places of branches, a dict in Python.
+#[derive(IntoPyObject)]
+struct Placement<'py> {
+    rank: Column<'py, i32>,
+    row: Column<'py, i32>,
+    order: Column<'py, i32>,
+    rows: Column<'py, i32>,
+    load: Column<'py, f64>,
+    shared: Column<'py, bool>,
+    needed: Column<'py, bool>,
+    tokens: Column<'py, u64>,
+    tree_tokens: Column<'py, u64>,
+    ratio: Column<'py, f64>,
 }
 
 /// Returns rank, row and order of each branch, and the rows and load of each step and rank.
@@ -75,9 +107,9 @@ fn pack_place<'py>(
     ranks: usize,
     tokens_per_row: usize,
     whole_traces: bool,
-    cost: (f64, f64, f64),
+    cost: PlainCost,
     least_gain: Option<f64>,
-) -> PyResult<Vec<Bound<'py, PyAny>>> {
+) -> PyResult<Placement<'py>> {
     let request = PackRequest {
         ids: ids.as_slice()?,
         cu_seqlens: cu_seqlens.as_slice()?,
@@ -88,25 +120,47 @@ fn pack_place<'py>(
         ranks,
         tokens_per_row,
         whole_traces,
-        cost: Cost { token: cost.0, pair: cost.1, term: cost.2 },
+        cost: Cost { token: cost.token, pair: cost.pair, term: cost.term },
         min_sharing_gain: least_gain,
     };
     let out = without_gil(py, Kind::Fault, "packing", || pack::place(request))?;
-    Ok(vec![
-        out.rank.into_pyarray(py).into_any(),
-        out.row.into_pyarray(py).into_any(),
-        out.order.into_pyarray(py).into_any(),
-        out.rows.into_pyarray(py).into_any(),
-        out.load.into_pyarray(py).into_any(),
-        out.gain.iter().map(|gain| gain.shared).collect::<Vec<_>>().into_pyarray(py).into_any(),
-        out.gain.iter().map(|gain| gain.needed).collect::<Vec<_>>().into_pyarray(py).into_any(),
-        out.gain.iter().map(|gain| gain.tokens).collect::<Vec<_>>().into_pyarray(py).into_any(),
-        out.gain.iter().map(|gain| gain.tree_tokens).collect::<Vec<_>>().into_pyarray(py).into_any(),
-        out.gain.iter().map(|gain| gain.ratio).collect::<Vec<_>>().into_pyarray(py).into_any(),
-    ])
+    let gain = |pick: fn(&pack::Gain) -> bool| out.gain.iter().map(pick).collect::<Vec<_>>().into_pyarray(py);
+    let tokens = |pick: fn(&pack::Gain) -> u64| out.gain.iter().map(pick).collect::<Vec<_>>().into_pyarray(py);
+    Ok(Placement {
+        shared: gain(|gain| gain.shared),
+        needed: gain(|gain| gain.needed),
+        tokens: tokens(|gain| gain.tokens),
+        tree_tokens: tokens(|gain| gain.tree_tokens),
+        ratio: out.gain.iter().map(|gain| gain.ratio).collect::<Vec<_>>().into_pyarray(py),
+        rank: out.rank.into_pyarray(py),
+        row: out.row.into_pyarray(py),
+        order: out.order.into_pyarray(py),
+        rows: out.rows.into_pyarray(py),
+        load: out.load.into_pyarray(py),
+    })
 }
 
-/// Returns the rows of one rank as the arrays of `tracegrad_core::pack::Layout`, in its order.
+/// The rows of one rank, a dict in Python: the arrays of `tracegrad_core::pack::Layout`.
+#[derive(IntoPyObject)]
+struct RowLayout<'py> {
+    ids: Column<'py, i32>,
+    positions: Column<'py, i32>,
+    tree_end: Column<'py, i32>,
+    cu_tokens: Column<'py, i64>,
+    read: Column<'py, i32>,
+    target: Column<'py, i32>,
+    inv_temperature: Column<'py, f32>,
+    row: Column<'py, i32>,
+    term: Column<'py, i32>,
+    cu_heads: Column<'py, i64>,
+    cu_row_terms: Column<'py, i64>,
+    cu_rows: Column<'py, i64>,
+    origin: Column<'py, i64>,
+    branch: Column<'py, i32>,
+    cu_terms: Column<'py, i64>,
+}
+
+/// Returns the rows of one rank.
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "a border of arrays")]
 fn pack_lay<'py>(
@@ -122,7 +176,7 @@ fn pack_lay<'py>(
     rows: PyReadonlyArray1<'py, i32>,
     shared: Flags<'py>,
     multiple: usize,
-) -> PyResult<Vec<Bound<'py, PyAny>>> {
+) -> PyResult<RowLayout<'py>> {
     let tokens = Tokens {
         ids: ids.as_slice()?,
         trainable: trainable.as_slice()?,
@@ -138,23 +192,23 @@ fn pack_lay<'py>(
         shared: shared.as_slice()?,
     };
     let out = without_gil(py, Kind::Fault, "packing", || pack::write_rows(tokens, plan, multiple))?;
-    Ok(vec![
-        out.ids.into_pyarray(py).into_any(),
-        out.positions.into_pyarray(py).into_any(),
-        out.tree_end.into_pyarray(py).into_any(),
-        out.cu_tokens.into_pyarray(py).into_any(),
-        out.predictor.into_pyarray(py).into_any(),
-        out.target.into_pyarray(py).into_any(),
-        out.inv_temperature.into_pyarray(py).into_any(),
-        out.row.into_pyarray(py).into_any(),
-        out.term.into_pyarray(py).into_any(),
-        out.cu_logit_rows.into_pyarray(py).into_any(),
-        out.cu_row_terms.into_pyarray(py).into_any(),
-        out.cu_rows.into_pyarray(py).into_any(),
-        out.origin.into_pyarray(py).into_any(),
-        out.branch.into_pyarray(py).into_any(),
-        out.cu_terms.into_pyarray(py).into_any(),
-    ])
+    Ok(RowLayout {
+        ids: out.ids.into_pyarray(py),
+        positions: out.positions.into_pyarray(py),
+        tree_end: out.tree_end.into_pyarray(py),
+        cu_tokens: out.cu_tokens.into_pyarray(py),
+        read: out.predictor.into_pyarray(py),
+        target: out.target.into_pyarray(py),
+        inv_temperature: out.inv_temperature.into_pyarray(py),
+        row: out.row.into_pyarray(py),
+        term: out.term.into_pyarray(py),
+        cu_heads: out.cu_logit_rows.into_pyarray(py),
+        cu_row_terms: out.cu_row_terms.into_pyarray(py),
+        cu_rows: out.cu_rows.into_pyarray(py),
+        origin: out.origin.into_pyarray(py),
+        branch: out.branch.into_pyarray(py),
+        cu_terms: out.cu_terms.into_pyarray(py),
+    })
 }
 
 /// A column of tokens or branches.

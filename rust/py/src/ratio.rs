@@ -15,24 +15,83 @@ use tracegrad_core::ratio::{
 };
 use tracegrad_core::{Error, Kind};
 
-/// (num, den)
-type PlainRatio = (String, String);
-/// (over, agg, kept, blend)
-type PlainLevel = (String, Option<String>, bool, Option<String>);
-/// (ratio, level, (shape, first, second), when, normalize)
-type PlainWeight = (PlainRatio, PlainLevel, (String, f64, f64), String, bool);
-/// (per, mean, norm, kept)
-type PlainReduction = (String, bool, f64, bool);
-/// Weight, mask, scales, statistics.
-type PlainCorrected<'py> =
-    (Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<bool>>, Vec<Bound<'py, PyAny>>, Bound<'py, PyDict>);
+// The types below are read from attributes: the named tuples of `tracegrad.objective.core_forms`.
+
+#[derive(FromPyObject)]
+struct PlainRatio {
+    num: String,
+    den: String,
+}
+
+#[derive(FromPyObject)]
+struct PlainAggregation {
+    over: String,
+    reduce: Option<String>,
+    kept: bool,
+    blend: Option<String>,
+}
+
+/// A function of a weight, with up to two parameters.
+#[derive(FromPyObject)]
+struct PlainShape {
+    name: String,
+    first: f64,
+    second: f64,
+}
+
+#[derive(FromPyObject)]
+struct PlainWeight {
+    ratio: PlainRatio,
+    level: PlainAggregation,
+    shape: PlainShape,
+    when: String,
+    normalize: bool,
+}
+
+#[derive(FromPyObject)]
+struct PlainReduction {
+    per: String,
+    mean: bool,
+    norm: f64,
+    kept: bool,
+}
 
 #[derive(FromPyObject)]
 enum PlainRejection {
-    /// (ratio, stat, level, low, high, when, scope)
-    Rejection(PlainRatio, String, PlainLevel, f64, f64, String, String),
-    /// (ratio, stat, mean, kept, active)
-    RejectionBudget(PlainRatio, String, f64, bool, bool),
+    Rejection {
+        ratio: PlainRatio,
+        stat: String,
+        level: PlainAggregation,
+        low: f64,
+        high: f64,
+        when: String,
+        drops: String,
+    },
+    RejectionBudget {
+        ratio: PlainRatio,
+        stat: String,
+        mean: f64,
+        kept: bool,
+        active: bool,
+    },
+}
+
+/// Counts of a step over all ranks.
+#[derive(FromPyObject)]
+struct PlainTotals {
+    terms: i64,
+    traces: i64,
+    groups: i64,
+}
+
+/// The result, a dict in Python.
+#[derive(IntoPyObject)]
+struct Corrected<'py> {
+    weight: Bound<'py, PyUntypedArray>,
+    keep: Bound<'py, PyArray1<bool>>,
+    /// One number or array for each reduction.
+    scales: Vec<Bound<'py, PyAny>>,
+    stats: Bound<'py, PyDict>,
 }
 
 #[derive(FromPyObject)]
@@ -70,7 +129,7 @@ struct Columns<'py> {
     group_traces: Option<Whole<'py>>,
     positions: usize,
     width: usize,
-    totals: Option<(i64, i64, i64)>,
+    totals: Option<PlainTotals>,
 }
 
 /// All-reduce by a Python callable. The interpreter is attached only during its calls.
@@ -118,7 +177,7 @@ fn correct_terms<'py>(
     reductions: Vec<PlainReduction>,
     missing: &str,
     all_reduce: Option<Py<PyAny>>,
-) -> PyResult<PlainCorrected<'py>> {
+) -> PyResult<Corrected<'py>> {
     let plan = || -> Result<Plan, Error> {
         Ok(Plan {
             rejections: rejections.iter().map(rejection).collect::<Result<_, _>>()?,
@@ -140,7 +199,7 @@ fn run<'py, F: Real + Element>(
     columns: &Columns<'py>,
     plan: &Plan,
     ranks: &Ranks,
-) -> PyResult<PlainCorrected<'py>> {
+) -> PyResult<Corrected<'py>> {
     let [old, rollout, reference, advantages] =
         [&columns.old, &columns.rollout, &columns.reference, &columns.advantages]
             .map(|array| floats::<F>(array.as_ref()));
@@ -154,7 +213,11 @@ fn run<'py, F: Real + Element>(
         turn: ids(columns.turn.as_ref(), columns)?,
         group: ids(columns.group.as_ref(), columns)?,
         advantages: slice(advantages.as_ref())?,
-        totals: columns.totals.map(|(terms, traces, groups)| Totals { terms, traces, groups }),
+        totals: columns.totals.as_ref().map(|totals| Totals {
+            terms: totals.terms,
+            traces: totals.traces,
+            groups: totals.groups,
+        }),
         group_terms: ids(columns.group_terms.as_ref(), columns)?,
         group_traces: ids(columns.group_traces.as_ref(), columns)?,
     };
@@ -178,7 +241,7 @@ fn run<'py, F: Real + Element>(
         })
     };
     let scales = scales.into_iter().map(scale).collect::<PyResult<_>>()?;
-    Ok((weight.as_untyped().clone(), keep, scales, named))
+    Ok(Corrected { weight: weight.as_untyped().clone(), keep, scales, stats: named })
 }
 
 fn floats<'py, F: Element>(array: Option<&Bound<'py, PyAny>>) -> PyResult<Option<PyReadonlyArray1<'py, F>>> {
@@ -200,7 +263,7 @@ const OVER: [(&str, Over); 5] = [
     ("group", Over::Group),
     ("batch", Over::Batch),
 ];
-const AGG: [(&str, Reduce); 5] = [
+const REDUCE: [(&str, Reduce); 5] = [
     ("sum", Reduce::Sum),
     ("mean", Reduce::Mean),
     ("max", Reduce::Max),
@@ -244,28 +307,30 @@ fn named<T: Copy>(what: &str, name: &str, valid: &[(&str, T)]) -> Result<T, Erro
     })
 }
 
-fn quotient((num, den): &PlainRatio) -> Result<Ratio, Error> {
-    Ok(Ratio { num: named("num", num, &POLICY)?, den: named("den", den, &POLICY)? })
+fn quotient(plain: &PlainRatio) -> Result<Ratio, Error> {
+    Ok(Ratio { num: named("num", &plain.num, &POLICY)?, den: named("den", &plain.den, &POLICY)? })
 }
 
-fn level((over, agg, kept, blend): &PlainLevel) -> Result<Aggregation, Error> {
-    let agg = agg.as_deref().map_or(Ok(Reduce::Sum), |agg| named("agg", agg, &AGG))?;
-    let blend = blend.as_deref().map(|blend| named("blend", blend, &BLEND)).transpose()?;
-    Ok(Aggregation { over: named("over", over, &OVER)?, agg, kept: *kept, blend })
+fn aggregation(plain: &PlainAggregation) -> Result<Aggregation, Error> {
+    let agg = plain.reduce.as_deref().map_or(Ok(Reduce::Sum), |reduce| named("reduce", reduce, &REDUCE))?;
+    let blend = plain.blend.as_deref().map(|blend| named("blend", blend, &BLEND)).transpose()?;
+    Ok(Aggregation { over: named("over", &plain.over, &OVER)?, agg, kept: plain.kept, blend })
 }
 
 fn rejection(plain: &PlainRejection) -> Result<AnyRejection, Error> {
     Ok(match plain {
-        PlainRejection::Rejection(ratio, stat, plain, low, high, when, scope) => AnyRejection::Rejection(Rejection {
-            ratio: quotient(ratio)?,
-            stat: named("stat", stat, &STAT)?,
-            level: level(plain)?,
-            low: *low,
-            high: *high,
-            when: named("when", when, &WHEN)?,
-            scope: named("scope", scope, &OVER)?,
-        }),
-        PlainRejection::RejectionBudget(ratio, stat, mean, kept, active) => {
+        PlainRejection::Rejection { ratio, stat, level, low, high, when, drops } => {
+            AnyRejection::Rejection(Rejection {
+                ratio: quotient(ratio)?,
+                stat: named("stat", stat, &STAT)?,
+                level: aggregation(level)?,
+                low: *low,
+                high: *high,
+                when: named("when", when, &WHEN)?,
+                scope: named("drops", drops, &OVER)?,
+            })
+        }
+        PlainRejection::RejectionBudget { ratio, stat, mean, kept, active } => {
             AnyRejection::RejectionBudget(RejectionBudget {
                 ratio: quotient(ratio)?,
                 stat: named("stat", stat, &STAT)?,
@@ -277,8 +342,8 @@ fn rejection(plain: &PlainRejection) -> Result<AnyRejection, Error> {
     })
 }
 
-fn weight((ratio, plain, (shape, first, second), when, normalize): &PlainWeight) -> Result<Weight, Error> {
-    let (first, second) = (*first, *second);
+fn weight(plain: &PlainWeight) -> Result<Weight, Error> {
+    let (first, second) = (plain.shape.first, plain.shape.second);
     let shapes = [
         ("identity", Shape::Identity),
         ("clamp", Shape::Truncate(first, second)),
@@ -288,16 +353,16 @@ fn weight((ratio, plain, (shape, first, second), when, normalize): &PlainWeight)
         ("gaussian", Shape::Gaussian(first)),
     ];
     Ok(Weight {
-        ratio: quotient(ratio)?,
-        level: level(plain)?,
-        shape: named("shape", shape, &shapes)?,
-        when: named("when", when, &WHEN)?,
-        normalize: *normalize,
+        ratio: quotient(&plain.ratio)?,
+        level: aggregation(&plain.level)?,
+        shape: named("shape", &plain.shape.name, &shapes)?,
+        when: named("when", &plain.when, &WHEN)?,
+        normalize: plain.normalize,
     })
 }
 
-fn reduction((per, mean, norm, kept): &PlainReduction) -> Result<Reduction, Error> {
-    Ok(Reduction { per: named("per", per, &PER)?, mean: *mean, norm: *norm, kept: *kept })
+fn reduction(plain: &PlainReduction) -> Result<Reduction, Error> {
+    Ok(Reduction { per: named("per", &plain.per, &PER)?, mean: plain.mean, norm: plain.norm, kept: plain.kept })
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -5,7 +5,7 @@ use crate::border::{with_python, without_gil};
 use crate::json;
 use numpy::{IntoPyArray, PyArray1, PyArray2};
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::PyString;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
@@ -40,10 +40,10 @@ impl PyTemplate {
         tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyTuple>> {
+    ) -> PyResult<RenderedColumns<'py>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
         let render = || call.parsed(&self.tools)?.rendered(&self.inner, add_generation_prompt);
-        to_tuple(py, without_gil(py, Kind::Template, WHAT, render)?)
+        columns_of(py, without_gil(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_text(
@@ -212,8 +212,20 @@ impl ToolCache {
     }
 }
 
-/// Returns `(text, starts, ends, message, field, generation, exact)`.
-pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTuple>> {
+/// A rendered prompt, a dict in Python: the arguments of `Rendered`.
+#[derive(IntoPyObject)]
+pub struct RenderedColumns<'py> {
+    text: Bound<'py, PyString>,
+    start: Bound<'py, PyArray1<i64>>,
+    end: Bound<'py, PyArray1<i64>>,
+    message: Bound<'py, PyArray1<i32>>,
+    field: Bound<'py, PyArray1<u8>>,
+    generation: Bound<'py, PyArray2<i64>>,
+    exact_provenance: bool,
+}
+
+/// Converts a rendered prompt for Python.
+pub fn columns_of(py: Python<'_>, rendered: Rendered) -> PyResult<RenderedColumns<'_>> {
     let column = |pick: fn(&tracegrad_core::template::Span) -> i64| -> Bound<'_, PyArray1<i64>> {
         rendered.spans.iter().map(pick).collect::<Vec<_>>().into_pyarray(py)
     };
@@ -227,16 +239,15 @@ pub fn to_tuple(py: Python<'_>, rendered: Rendered) -> PyResult<Bound<'_, PyTupl
     } else {
         PyArray2::from_vec2(py, &pairs).map_err(|error| pyo3::exceptions::PyValueError::new_err(error.to_string()))?
     };
-    (
-        &*rendered.text,
-        column(|span| span.start as i64),
-        column(|span| span.end as i64),
-        messages.into_pyarray(py),
-        fields.into_pyarray(py),
+    Ok(RenderedColumns {
+        text: PyString::new(py, &rendered.text),
+        start: column(|span| span.start as i64),
+        end: column(|span| span.end as i64),
+        message: messages.into_pyarray(py),
+        field: fields.into_pyarray(py),
         generation,
-        rendered.exact_provenance,
-    )
-        .into_pyobject(py)
+        exact_provenance: rendered.exact_provenance,
+    })
 }
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

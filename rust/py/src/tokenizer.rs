@@ -2,7 +2,7 @@
 //! the work.
 
 use crate::border::without_gil;
-use crate::template::{Arguments, ToolCache, WHAT, to_tuple};
+use crate::template::{Arguments, RenderedColumns, ToolCache, WHAT, columns_of};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
@@ -117,13 +117,13 @@ impl PyTokenizer {
         tools: Option<&Bound<'py, PyAny>>,
         add_generation_prompt: bool,
         kwargs: &Bound<'py, PyAny>,
-    ) -> PyResult<Bound<'py, PyTuple>> {
+    ) -> PyResult<RenderedColumns<'py>> {
         let call = Arguments::of(py, messages, tools, kwargs, &self.tools)?;
         let render = || {
             let call = call.parsed(&self.tools)?;
             call.rendered(self.inner.template_for(call.tools.as_ref())?, add_generation_prompt)
         };
-        to_tuple(py, without_gil(py, Kind::Template, WHAT, render)?)
+        columns_of(py, without_gil(py, Kind::Template, WHAT, render)?)
     }
 
     fn render_ids<'py>(
@@ -162,18 +162,28 @@ impl PyTokenizer {
         }
     }
 
-    /// Returns `(backend, reason, probes, cache_disabled_reason)`.
+    /// Returns the arguments of `TokenizerReport`.
     #[getter]
-    fn report(&self) -> (&'static str, &str, usize, Option<&'static str>) {
+    fn report(&self) -> Report<'_> {
         let report = self.inner.report();
-        (report.backend, &report.reason, report.probes, report.cache_disabled_reason)
+        Report {
+            backend: report.backend,
+            reason: &report.reason,
+            probes: report.probes,
+            cache_disabled_reason: report.cache_disabled_reason,
+        }
     }
 
-    /// Returns `(class, text, ids, other)` if transformers 5 would encode `text` as `other`.
+    /// Returns a text that transformers 5 would encode otherwise, or `None`.
     #[getter]
-    fn rebuilt(&self) -> Option<(&str, &str, Vec<u32>, Vec<u32>)> {
+    fn rebuilt(&self) -> Option<Rebuilt<'_>> {
         let difference = self.inner.rebuilt()?;
-        Some((&difference.class, &difference.text, difference.ids.clone(), difference.other.clone()))
+        Some(Rebuilt {
+            class: &difference.class,
+            text: &difference.text,
+            ids: difference.ids.clone(),
+            other: difference.other.clone(),
+        })
     }
 
     #[getter]
@@ -195,6 +205,24 @@ impl PyTokenizer {
     fn of(inner: Tokenizer) -> Self {
         Self { inner: Arc::new(inner), tools: ToolCache::default() }
     }
+}
+
+/// The code that computes ids, and why; a dict in Python.
+#[derive(IntoPyObject)]
+struct Report<'a> {
+    backend: &'static str,
+    reason: &'a str,
+    probes: usize,
+    cache_disabled_reason: Option<&'static str>,
+}
+
+/// A text whose ids are `other` by the class that transformers 5 builds; a dict in Python.
+#[derive(IntoPyObject)]
+struct Rebuilt<'a> {
+    class: &'a str,
+    text: &'a str,
+    ids: Vec<u32>,
+    other: Vec<u32>,
 }
 
 /// Converts ids to int32, the type in Python. Vocabularies are far smaller than 2^31.

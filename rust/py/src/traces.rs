@@ -338,8 +338,13 @@ fn options_of<'py>(py: Python<'py>, generation: &Generation) -> PyResult<Bound<'
     Ok(options)
 }
 
-/// `(name, other spellings, values without an effect)`.
-type SamplingOption = (&'static str, Vec<&'static str>, Option<Vec<f64>>);
+/// A sampling option, a dict in Python; `neutral_values` are those without an effect.
+#[derive(IntoPyObject)]
+struct SamplingOption {
+    name: &'static str,
+    spellings: Vec<&'static str>,
+    neutral_values: Option<Vec<f64>>,
+}
 
 /// Returns the sampling options by name, in the order of their bits. Each has its other spellings and the numbers at
 /// which it has no effect; None means that false, empty and 0 have no effect.
@@ -347,8 +352,8 @@ type SamplingOption = (&'static str, Vec<&'static str>, Option<Vec<f64>>);
 fn sampling_options() -> Vec<SamplingOption> {
     let row = |(name, off): &(&'static str, NoEffect)| {
         let spelled = SPELLINGS.iter().filter(|(_, option)| option == name).map(|(spelled, _)| *spelled);
-        let at = if let NoEffect::At(values) = off { Some(values.to_vec()) } else { None };
-        (*name, spelled.collect(), at)
+        let neutral_values = if let NoEffect::At(values) = off { Some(values.to_vec()) } else { None };
+        SamplingOption { name, spellings: spelled.collect(), neutral_values }
     };
     OPTIONS.iter().map(row).collect()
 }

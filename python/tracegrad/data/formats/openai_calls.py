@@ -51,11 +51,6 @@ def _are_complete_responses(response: Any) -> bool:
     return isinstance(response, list) and len(response) > 1 and not any(map(is_incomplete, response))
 
 
-def _is_further(chunk: Any) -> bool:
-    """Return whether a chunk of a stream belongs to a choice other than the first."""
-    return any(chat.as_mapping(each).get("index") for each in _choices(chunk))
-
-
 def of_response(record: Any) -> list[dict[str, Any]] | None:
     """Split a record of one call with several choices into one record per choice.
 

@@ -48,7 +48,7 @@ class Adapter(NamedTuple):
     keys: tuple[str, ...] = ()
     weak: bool = False
     finds_separate_answer: bool = False
-    messages_name: str = ""
+    messages_name: str | None = None
 
 
 class Conversion(NamedTuple):
@@ -144,9 +144,9 @@ def convert_first_match(record: Any) -> Conversion | None:
             with record_fields.refuse_on_error(each.name):
                 made = each.adapt(record)
             if made is not None:
-                of_talk = each.messages_name and made and "messages" in made[0]
+                of_talk = bool(made) and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
-                return Conversion(each.messages_name if of_talk else each.name, parts)
+                return Conversion((of_talk and each.messages_name) or each.name, parts)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
         return None if made is None else Conversion("choices", made)
 

@@ -1,6 +1,6 @@
 """Metrics of other trainers, with their names and definitions, for existing dashboards.
 
-Each function returns `Measured`: sums over a part of a step. They are added over parts and ranks, and then named. The
+Each function returns `MetricSums`: sums over a part of a step. They are added over parts and ranks, and then named. The
 other trainers are not imported; tests/parity/test_*_metrics.py compare the results with their code.
 """
 

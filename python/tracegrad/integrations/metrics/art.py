@@ -55,7 +55,7 @@ def as_art(
     if not new.shape == old.shape == (rows.groups.terms,):
         raise ArgumentError(
             f"TG-INTEG-007: theta is {new.shape} and recorded {old.shape}, but the rows have {rows.groups.terms} "
-            "terms. Each term needs its own entry. Pass flat arrays of the terms."
+            "trained tokens. Each needs its own entry. Pass flat arrays of the trained tokens."
         )
     low = (0.2 if ppo else 1.0) if epsilon is None else epsilon
     high = (low if ppo else 4.0) if epsilon_high is None else epsilon_high
@@ -117,12 +117,12 @@ def _share(name: str) -> Callable[[Sums], float]:
 
 
 _RATIO = "theta / rollout"
-_SUM, _CLOSED = "terms + 1e-6", "Closed pull request."
+_SUM, _CLOSED = "tokens + 1e-6", "Closed pull request."
 DIAGNOSTICS: tuple[Metric, ...] = (
     Metric(
         "frac_old_logprobs_valid",
         "share",
-        "",
+        None,
         "positions + 1e-6",
         f"Positions with a recorded logprob, over prompts and padding too: it never reaches 1. {_CLOSED}",
         lambda s: 1 - (int(s["positions"]) - int(s["known"])) / (int(s["positions"]) + EPS),
@@ -136,18 +136,22 @@ DIAGNOSTICS: tuple[Metric, ...] = (
         f"Outside the clip range, whatever the sign. {_CLOSED}",
         _over("outside"),
     ),
-    Metric("loss/importance_ratio_mean", "1", _RATIO, "terms, at least 1", "The same mean.", _share("ratio")),
-    Metric("loss/importance_ratio_p95", "1", _RATIO, "", "From ART's histogram, linear inside a bin.", _quantile(0.95)),
-    Metric("loss/importance_ratio_p99", "1", _RATIO, "", "From ART's histogram, linear inside a bin.", _quantile(0.99)),
+    Metric("loss/importance_ratio_mean", "1", _RATIO, "tokens, at least 1", "The same mean.", _share("ratio")),
+    Metric(
+        "loss/importance_ratio_p95", "1", _RATIO, None, "From ART's histogram, linear inside a bin.", _quantile(0.95)
+    ),
+    Metric(
+        "loss/importance_ratio_p99", "1", _RATIO, None, "From ART's histogram, linear inside a bin.", _quantile(0.99)
+    ),
     Metric(
         "loss/clipped_token_fraction",
         "share",
         _RATIO,
-        "terms, at least 1",
+        "tokens, at least 1",
         "By sign with ppo, either side with cispo.",
         _share("removed"),
     ),
-    Metric("probs_corr", "1", _RATIO, "", "Pearson correlation of the probabilities, over known terms.", _correlation),
+    Metric("probs_corr", "1", _RATIO, None, "Pearson correlation of the known probabilities.", _correlation),
 )
 REFERENCE = (
     Metric(

@@ -63,8 +63,8 @@ def as_skyrl(
     log = np.asarray(old, np.float64) - np.asarray(rollout, np.float64)
     if log.shape != (rows.groups.terms,) or not np.isfinite(log).all():
         raise ArgumentError(
-            f"TG-INTEG-008: the log-ratios are {log.shape}, the rows have {rows.groups.terms} terms, and all must be "
-            "finite: SkyRL's metrics of a missing logprob are NaN or those of -9999. Leave missing terms out."
+            f"TG-INTEG-008: the log-ratios are {log.shape}, the rows have {rows.groups.terms} trained tokens, and "
+            "all must be finite: SkyRL's metrics of a missing logprob are NaN or those of -9999. Leave them out."
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}
@@ -181,7 +181,7 @@ def _padded_largest(name: str) -> Callable[[Sums], float]:
 
 _ROLLOUT, _PROXIMAL = "theta / rollout", "theta / old"
 RATIO = (
-    Metric("is_ratio_mean", "1", _OLD, "terms, at least 1", "Mean raw ratio.", _over("ratio", "ratio.n")),
+    Metric("is_ratio_mean", "1", _OLD, "tokens, at least 1", "Mean raw ratio.", _over("ratio", "ratio.n")),
     Metric(
         "is_ratio_std",
         "1",
@@ -190,17 +190,19 @@ RATIO = (
         "Deviation of the ratios and of a 0 for every masked position.",
         _padded_deviation,
     ),
-    Metric("is_ratio_max", "1", _OLD, "", "Largest ratio.", _padded_largest("ratio")),
-    Metric("is_ratio_min", "1", _OLD, "", "Smallest ratio, and 0 where anything is masked.", _padded_smallest("ratio")),
+    Metric("is_ratio_max", "1", _OLD, None, "Largest ratio.", _padded_largest("ratio")),
+    Metric(
+        "is_ratio_min", "1", _OLD, None, "Smallest ratio, and 0 where anything is masked.", _padded_smallest("ratio")
+    ),
 )
 _SHARE = {
     row.name: row
     for row in (
-        Metric("token_mask_ratio", "share", _OLD, "terms left", "Terms the token mask drops.", _over("hit", "of")),
-        Metric("tis_token_clip_high_ratio", "share", _OLD, "terms left", "Ratios above the cap.", _over("hit", "of")),
+        Metric("token_mask_ratio", "share", _OLD, "tokens left", "Tokens the token mask drops.", _over("hit", "of")),
+        Metric("tis_token_clip_high_ratio", "share", _OLD, "tokens left", "Ratios above the cap.", _over("hit", "of")),
         Metric("tis_seq_clip_high_ratio", "share", _OLD, _ROWS, "Products above the cap.", _over("hit", "of")),
         Metric(
-            "clip_ratio", "share", _PROXIMAL, "terms", "Terms whose gradient the bound removed.", _over("hit", "of")
+            "clip_ratio", "share", _PROXIMAL, "tokens", "Tokens whose gradient the bound removed.", _over("hit", "of")
         ),
     )
 }
@@ -221,7 +223,7 @@ def _sides(name: str, what: str) -> tuple[Metric, ...]:
 _HITS = {
     name: _sides(name, what)
     for name, what in {
-        "outlier_seq_{}_ratio": "any term's ratio",
+        "outlier_seq_{}_ratio": "any token's ratio",
         "geo_sequence_mask_{}_ratio": "the geometric mean of those left",
         "product_sequence_mask_{}_ratio": "the product of those left",
     }.items()
@@ -230,35 +232,35 @@ _spread = formula_of(Moments.deviation)
 _DIFF = "policy/rollout_train_logprobs_abs_diff_"
 _MINI = "minibatch_rollout_logprobs_abs_diff_"
 POLICY = (
-    Metric(f"{_DIFF}mean", "nats", _OLD, "terms", "Mean |l|.", mean_of("gap")),
-    Metric(f"{_DIFF}std", "nats", _OLD, "terms, less one", "Its deviation.", deviation_of("gap")),
-    Metric(f"{_DIFF}max", "nats", _OLD, "", "Largest |l|.", largest_of("gap")),
-    Metric(f"{_DIFF}min", "nats", _OLD, "", "Smallest |l|.", smallest_of("gap")),
+    Metric(f"{_DIFF}mean", "nats", _OLD, "tokens", "Mean |l|.", mean_of("gap")),
+    Metric(f"{_DIFF}std", "nats", _OLD, "tokens, less one", "Its deviation.", deviation_of("gap")),
+    Metric(f"{_DIFF}max", "nats", _OLD, None, "Largest |l|.", largest_of("gap")),
+    Metric(f"{_DIFF}min", "nats", _OLD, None, "Smallest |l|.", smallest_of("gap")),
 )
 MINIBATCH = (
-    Metric(f"{_MINI}mean", "nats", _ROLLOUT, "terms", "Mean |l|.", mean_of("gap")),
-    Metric(f"{_MINI}sq_mean", "nats^2", _ROLLOUT, "terms", "Mean l^2.", quotient("gap.squares", "gap.n")),
-    Metric(f"{_MINI}std", "nats", _ROLLOUT, "terms", "sqrt(sq_mean - mean^2).", _spread("gap")),
-    Metric(f"{_MINI}max", "nats", _ROLLOUT, "", "Largest |l|.", _padded_largest("gap")),
-    Metric(f"{_MINI}min", "nats", _ROLLOUT, "", "Smallest, and 0 where anything is masked.", _padded_smallest("gap")),
+    Metric(f"{_MINI}mean", "nats", _ROLLOUT, "tokens", "Mean |l|.", mean_of("gap")),
+    Metric(f"{_MINI}sq_mean", "nats^2", _ROLLOUT, "tokens", "Mean l^2.", quotient("gap.squares", "gap.n")),
+    Metric(f"{_MINI}std", "nats", _ROLLOUT, "tokens", "sqrt(sq_mean - mean^2).", _spread("gap")),
+    Metric(f"{_MINI}max", "nats", _ROLLOUT, None, "Largest |l|.", _padded_largest("gap")),
+    Metric(f"{_MINI}min", "nats", _ROLLOUT, None, "Smallest, and 0 where anything is masked.", _padded_smallest("gap")),
 )
 IMPORTANCE = (
     Metric(
-        "importance_ratio", "1", _PROXIMAL, "terms", "Mean ratio, of the loss importance_sampling.", mean_of("ratio")
+        "importance_ratio", "1", _PROXIMAL, "tokens", "Mean ratio, of the loss importance_sampling.", mean_of("ratio")
     ),
 )
 CISPO = (
-    Metric("cispo/ratio_mean", "1", _PROXIMAL, "terms", "Mean ratio.", mean_of("ratio")),
+    Metric("cispo/ratio_mean", "1", _PROXIMAL, "tokens", "Mean ratio.", mean_of("ratio")),
     Metric(
         "cispo/ratio_clamped_mean",
         "1",
         _PROXIMAL,
-        "terms",
+        "tokens",
         "Mean ratio after the clamp.",
         quotient("ratio.clamped", "ratio.n"),
     ),
-    Metric("cispo/ratio_max", "1", _PROXIMAL, "", "Largest.", largest_of("ratio")),
-    Metric("cispo/ratio_min", "1", _PROXIMAL, "", "Smallest.", smallest_of("ratio")),
+    Metric("cispo/ratio_max", "1", _PROXIMAL, None, "Largest.", largest_of("ratio")),
+    Metric("cispo/ratio_min", "1", _PROXIMAL, None, "Smallest.", smallest_of("ratio")),
 )
 _OFF_POLICY = (*RATIO, *_SHARE.values(), *(row for rows in _HITS.values() for row in rows))
 SKYRL: tuple[Metric, ...] = (*_OFF_POLICY, *POLICY, *MINIBATCH, *IMPORTANCE, *CISPO)

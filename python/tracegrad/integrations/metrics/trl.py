@@ -201,31 +201,31 @@ _NAN = float("nan")
 _SAMPLING = "sampling/sampling_logp_difference/"
 _RATIO = "sampling/importance_sampling_ratio/"
 _WEIGHTED, _RATIO_OF = "old / rollout", "theta / old"
-_UNITS = "terms; rows at sequence level"
+_UNITS = "tokens; rows at sequence level"
 
 SAMPLING = (
-    Metric(f"{_SAMPLING}mean", "nats", _WEIGHTED, "known terms", "Mean of |l|; 0 of none.", _over("gap", "gap.n")),
-    Metric(f"{_SAMPLING}max", "nats", _WEIGHTED, "", "Largest |l|.", _extreme("gap", "largest", 0.0)),
-    Metric(f"{_RATIO}min", "1", _WEIGHTED, "", "Smallest weight after clipping.", _extreme("ratio", "smallest", 0.0)),
+    Metric(f"{_SAMPLING}mean", "nats", _WEIGHTED, "known tokens", "Mean of |l|; 0 of none.", _over("gap", "gap.n")),
+    Metric(f"{_SAMPLING}max", "nats", _WEIGHTED, None, "Largest |l|.", _extreme("gap", "largest", 0.0)),
+    Metric(f"{_RATIO}min", "1", _WEIGHTED, None, "Smallest weight after clipping.", _extreme("ratio", "smallest", 0.0)),
     Metric(f"{_RATIO}mean", "1", _WEIGHTED, _UNITS, "Mean weight: not the raw ratio.", _over("ratio", "ratio.n")),
-    Metric(f"{_RATIO}max", "1", _WEIGHTED, "", "Largest weight after clipping.", _extreme("ratio", "largest", 0.0)),
+    Metric(f"{_RATIO}max", "1", _WEIGHTED, None, "Largest weight after clipping.", _extreme("ratio", "largest", 0.0)),
 )
-KL = (
-    Metric("kl", "nats", "theta / ref", "terms", "k3 of theta || ref, times theta / old by default.", _over("kl", "n")),
-)
-ENTROPY = (Metric("entropy", "nats", "", "terms", "Mean entropy.", _over("entropy", "n")),)
+KL = (Metric("kl", "nats", "theta / ref", "tokens", "k3 of theta || ref, times theta / old.", _over("kl", "n")),)
+ENTROPY = (Metric("entropy", "nats", None, "tokens", "Mean entropy.", _over("entropy", "n")),)
 CLIP = (
     Metric("clip_ratio/low_mean", "share", _RATIO_OF, _UNITS, "A < 0, below 1 - low.", _over("low.hit", "low.of")),
     Metric(
         "clip_ratio/low_min",
         "share",
         _RATIO_OF,
-        "",
+        None,
         "Smallest share of a row: 0 unless every row was clipped somewhere.",
         _extreme("low", "smallest", _NAN),
     ),
     Metric("clip_ratio/high_mean", "share", _RATIO_OF, _UNITS, "A > 0, above 1 + high.", _over("high.hit", "high.of")),
-    Metric("clip_ratio/high_max", "share", _RATIO_OF, "", "Largest share of a row.", _extreme("high", "largest", _NAN)),
+    Metric(
+        "clip_ratio/high_max", "share", _RATIO_OF, None, "Largest share of a row.", _extreme("high", "largest", _NAN)
+    ),
     Metric(
         "clip_ratio/region_mean", "share", _RATIO_OF, _UNITS, "Either side: our clip_fraction without dual.", _region
     ),
@@ -233,25 +233,25 @@ CLIP = (
 CISPO = (Metric("cispo_clip_ratio", "share", _RATIO_OF, _UNITS, "A > 0, above the cap.", _over("high.hit", "high.of")),)
 VESPO = (Metric("vespo/phi_seq_mean", "1", "theta / rollout", "rows", "Mean gamma weight.", _over("phi", "phi.n")),)
 NAMED_REWARD = (
-    Metric("rewards/{name}/mean", "reward", "", "scored traces", "Of one function.", mean_of("reward")),
-    Metric("rewards/{name}/std", "reward", "", "scored traces, less one", "Its deviation.", deviation_of("reward")),
+    Metric("rewards/{name}/mean", "reward", None, "scored traces", "Of one function.", mean_of("reward")),
+    Metric("rewards/{name}/std", "reward", None, "scored traces, less one", "Its deviation.", deviation_of("reward")),
 )
 _REWARD = (
-    Metric("reward", "reward", "", "scored traces", "Weighted sum of the functions.", mean_of("reward")),
-    Metric("reward_std", "reward", "", "scored traces, less one", "Over all traces.", deviation_of("reward")),
+    Metric("reward", "reward", None, "scored traces", "Weighted sum of the functions.", mean_of("reward")),
+    Metric("reward_std", "reward", None, "scored traces, less one", "Over all traces.", deviation_of("reward")),
 )
 
 
 def _one_value(name: str, meaning: str) -> Metric:
     """Return the metric that is 1 if there are two or more values and they differ by at most TRL's 1e-8."""
     spread = formula_of(lambda m: float(m.n > 1 and m.largest - m.smallest <= 1e-8))
-    return Metric("frac_reward_zero_std", "0 or 1", "", "", meaning, spread(name))
+    return Metric("frac_reward_zero_std", "0 or 1", None, None, meaning, spread(name))
 
 
 _FLAT = "Traces of groups without a difference; TRL takes a deviation below 1e-8 for none."
 REWARD = (
     *_REWARD,
-    Metric("frac_reward_zero_std", "share", "", "traces", _FLAT, lambda s: divide(s["flat"], s["rows"])),
+    Metric("frac_reward_zero_std", "share", None, "traces", _FLAT, lambda s: divide(s["flat"], s["rows"])),
 )
 REWARD_BY_BATCH = (*_REWARD, _one_value("reward", "All rewards are equal."))
 REWARD_OF_GDPO = (*_REWARD, _one_value("summed", "All normalised rewards are equal."))

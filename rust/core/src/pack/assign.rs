@@ -120,7 +120,7 @@ fn check(request: PackRequest<'_>) -> Result<()> {
             "TG-PACK-502",
             format!("the cost {costs:?} is not finite or is negative"),
         )
-        .why("It says what a token, a pair and a term cost")
+        .why("It is the cost of a token, a pair of tokens and a trained token")
         .fix("Take it from the shape of the model"));
     }
     check_inside(request.cu_seqlens, request.length, request.ids.len())?;

@@ -47,16 +47,16 @@ fn padded<T: Copy>(tail: &[T], neutral: T) -> [T; LANES] {
     array
 }
 
-/// Returns e^x of a log-ratio clamped to the limit. `counted` must not be NaN.
+/// Returns e^x of a log-ratio clamped to the limit. `log_ratio` must not be NaN.
 #[inline(always)]
-fn exponential<V: Vector>(counted: V) -> V {
+fn exponential<V: Vector>(log_ratio: V) -> V {
     let limit = |sign: f64| V::splat(V::Element::of(sign * LOG_RATIO_LIMIT));
-    counted.at_least(limit(-1.0)).at_most(limit(1.0)).exp()
+    log_ratio.at_least(limit(-1.0)).at_most(limit(1.0)).exp()
 }
 
 /// Returns a log-ratio, with 0 for NaN.
 #[inline(always)]
-fn counted<V: Vector>(log_ratio: V) -> V {
+fn zero_if_nan<V: Vector>(log_ratio: V) -> V {
     V::select(log_ratio.is_known(), log_ratio, V::splat(V::Element::ZERO))
 }
 
@@ -66,7 +66,7 @@ struct Exponential;
 impl<V: Vector> Pass<V, 1, 1> for Exponential {
     #[inline(always)]
     fn step(&mut self, [log_ratio]: [V; 1]) -> [V; 1] {
-        [exponential(counted(log_ratio))]
+        [exponential(zero_if_nan(log_ratio))]
     }
 }
 
@@ -101,7 +101,7 @@ impl<'a, V: Vector, L: 'a, A: Iterator<Item = ((&'a L, &'a L), &'a L)>> Pass<V, 
         self.least = rollout.at_most(self.least);
         self.most = rollout.at_least(self.most);
         let log_ratio = old - rollout;
-        let counted = counted(log_ratio);
+        let counted = zero_if_nan(log_ratio);
         self.farthest = counted.abs().at_least(self.farthest);
         [log_ratio, exponential(counted)]
     }

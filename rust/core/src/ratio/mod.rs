@@ -192,18 +192,18 @@ fn check<F: Real>(terms: &Terms<'_, F>, plan: &Plan, exchange: &dyn Exchange) ->
     for (name, length) in lengths {
         if let Some(length) = length.filter(|&length| length != total) {
             return Err(argument(format!("{name} has {length} entries but trace has {total}"))
-                .fix("Pass one entry per term in every array"));
+                .fix("Pass one entry per trained token in every array"));
         }
     }
     let missing_input = |what: &str, input: &str| {
-        argument(format!("{what} without {input}")).fix(format!("Pass {input}, one entry per term"))
+        argument(format!("{what} without {input}")).fix(format!("Pass {input}, one entry per trained token"))
     };
     for ratio in plan.ratios() {
         if let Some(policy) = [ratio.num, ratio.den].into_iter().find(|&policy| terms.logprobs(policy).is_none()) {
             let (num, den, name) = (ratio.num.name(), ratio.den.name(), policy.name());
             return Err(argument(format!("a weight or rejection takes {num}/{den}, and {name} is None"))
                 .why("Its ratio is not known")
-                .fix(format!("Pass the logprobs of {name}, one entry per term")));
+                .fix(format!("Pass the logprobs of {name}, one entry per trained token")));
         }
     }
     for (over, ids, name) in [(Over::Turn, terms.turn, "turn"), (Over::Group, terms.group, "group")] {

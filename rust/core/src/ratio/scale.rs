@@ -68,7 +68,8 @@ impl<F: Real> Counting<'_, F> {
 
     fn segments(&self, over: Over) -> Result<&Segments> {
         self.index.of(over).ok_or_else(|| {
-            argument("a reduction that counts groups, without group".into()).fix("Pass group=, one id per term")
+            argument("a reduction that counts groups, without group".into())
+                .fix("Pass group=, one id per trained token")
         })
     }
 

@@ -135,7 +135,7 @@ impl<'a, F: Real> Terms<'a, F> {
             let place = || {
                 let term =
                     self.mask.map_or(position, |mask| mask[..position].iter().filter(|&&is_term| is_term).count());
-                format!("term {term} (trace {})", self.trace.at(position))
+                format!("trained token {term} (trace {})", self.trace.at(position))
             };
             if let Some(logprob) = self.rollout.map(|rollout| rollout[position].wide()) {
                 if logprob > super::plan::POSITIVE_TOLERANCE || logprob <= super::plan::SENTINEL {
@@ -153,7 +153,7 @@ impl<'a, F: Real> Terms<'a, F> {
                 if let Some(logprob) = logprobs.map(|logprobs| logprobs[position].wide()).filter(|l| !l.is_finite()) {
                     return Err(argument(format!("{}: the {name} logprob is {logprob}", place()))
                         .why("It comes from a forward of a model, so it is an overflow and not a gap in the records")
-                        .fix("Look at that forward, or leave the term out"));
+                        .fix("Look at that forward, or leave the token out"));
                 }
             }
         }

@@ -52,12 +52,12 @@ fn a_missing_logprob_is_masked_and_not_in_the_mean() {
 fn invalid_logprobs_are_rejected_with_their_term() {
     for (bad, missing) in [(0.3, Missing::Mask), (f64::INFINITY, Missing::Mask), (-9999.0, Missing::RatioOne)] {
         let error = corrected(&[-1.0, -1.0], &[-1.0, bad], &[0, 0], &plan(vec![], vec![], missing)).unwrap_err();
-        assert!(error.what.starts_with("term 1 (trace 0): the rollout logprob is"), "{error}");
+        assert!(error.what.starts_with("trained token 1 (trace 0): the rollout logprob is"), "{error}");
     }
     let error = corrected(&[-1.0, NAN], &[-1.0, -1.0], &[0, 3], &plan(vec![], vec![], Missing::Mask)).unwrap_err();
-    assert!(error.what.contains("term 1 (trace 3): the old logprob is NaN"), "{error}");
+    assert!(error.what.contains("trained token 1 (trace 3): the old logprob is NaN"), "{error}");
     let error = corrected(&[-1.0, -1.0], &[-1.0, NAN], &[3, 3], &plan(vec![], vec![], Missing::Error)).unwrap_err();
-    assert!(error.to_string().contains(": term 1 (trace 3): the rollout logprob is missing"), "{error}");
+    assert!(error.to_string().contains(": trained token 1 (trace 3): the rollout logprob is missing"), "{error}");
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn an_error_names_a_term_by_its_index_among_the_terms() {
     let (old, rollout) = ([NAN, -1.0, NAN, -1.0], [9.0, -1.0, 9.0, 1.0]);
     let terms = Terms { mask: Some(&mask), ..Terms::of(Some(&old), Some(&rollout), &[0, 0, 5, 5]) };
     let error = correct(&terms, &plan(vec![], vec![], Missing::Mask), &SingleRank).unwrap_err();
-    assert!(error.what.starts_with("term 1 (trace 5): the rollout logprob is 1"), "{error}");
+    assert!(error.what.starts_with("trained token 1 (trace 5): the rollout logprob is 1"), "{error}");
 }
 
 #[test]

@@ -12,6 +12,8 @@ use super::lexer::{Token, literal_end, tag_parts, token_at};
 use super::limits::FREE_TEXT;
 use super::rewrite::{expression, statement};
 use crate::error::{Error, Kind, Result};
+use std::borrow::Cow;
+use std::ops::Range;
 
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct ScanResult {
@@ -152,7 +154,7 @@ fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usiz
             quote @ (b'\'' | b'"') => {
                 let end = literal_end(bytes, at, quote);
                 let inner = tag.get(at + 1..end.saturating_sub(1).max(at + 1)).unwrap_or("");
-                literals.push(unescape(inner));
+                literals.extend(unescape(inner));
                 at = end;
             }
             _ if depth == 0 && bytes[at..].starts_with(close.as_bytes()) => return at + close.len(),
@@ -170,31 +172,64 @@ fn expression_length(tag: &str, close: &str, literals: &mut Vec<String>) -> usiz
     bytes.len()
 }
 
-/// Decodes the usual escapes of a Jinja string literal. An unknown escape becomes its second character.
-fn unescape(literal: &str) -> String {
-    if !literal.contains('\\') {
-        return literal.to_owned();
-    }
+/// Decodes a string literal as Jinja does, with the escapes of Python's strings. A backslash before another character
+/// is kept. Returns `None` for a number that is not a character. `\N{...}` is not decoded.
+fn unescape(literal: &str) -> Option<String> {
     let mut out = String::with_capacity(literal.len());
-    let mut chars = literal.chars();
-    while let Some(c) = chars.next() {
-        if c != '\\' {
-            out.push(c);
-            continue;
-        }
-        match chars.next() {
-            Some('n') => out.push('\n'),
-            Some('t') => out.push('\t'),
-            Some('r') => out.push('\r'),
-            Some('u') => {
-                let code: String = chars.by_ref().take(4).collect();
-                out.extend(u32::from_str_radix(&code, 16).ok().and_then(char::from_u32));
-            }
-            Some(other) => out.push(other),
-            None => out.push('\\'),
-        }
+    let mut rest = literal;
+    while let Some((text, escape)) = rest.split_once('\\') {
+        out.push_str(text);
+        let number = |range: Range<usize>, radix: u32| {
+            let digits = escape.get(range).filter(|digits| digits.bytes().all(|byte| byte.is_ascii_hexdigit()))?;
+            char::from_u32(u32::from_str_radix(digits, radix).ok()?)
+        };
+        let octal = escape.bytes().take(3).take_while(|byte| (b'0'..=b'7').contains(byte)).count();
+        let (character, length) = match escape.chars().next()? {
+            '\n' => (None, 1),
+            'x' => (Some(number(1..3, 16)?), 3),
+            'u' => (Some(number(1..5, 16)?), 5),
+            'U' => (Some(number(1..9, 16)?), 9),
+            '0'..='7' => (Some(number(0..octal, 8)?), octal),
+            'a' => (Some('\x07'), 1),
+            'b' => (Some('\x08'), 1),
+            'f' => (Some('\x0c'), 1),
+            'n' => (Some('\n'), 1),
+            'r' => (Some('\r'), 1),
+            't' => (Some('\t'), 1),
+            'v' => (Some('\x0b'), 1),
+            quoted @ ('\\' | '\'' | '"') => (Some(quoted), 1),
+            _ => (Some('\\'), 0),
+        };
+        out.extend(character);
+        rest = &escape[length..];
     }
-    out
+    Some(out + rest)
+}
+
+/// Writes string literals so that the engine decodes them as Jinja does: it has fewer escapes, and drops the backslash of
+/// `\/`. An invalid literal stays, and the engine rejects it.
+fn portable_literals(code: &str) -> Cow<'_, str> {
+    if !code.contains('\\') {
+        return Cow::Borrowed(code);
+    }
+    let mut out = String::with_capacity(code.len());
+    let mut at = 0;
+    while let Some(start) = code[at..].find(['\'', '"']).map(|offset| at + offset) {
+        let quote = code.as_bytes()[start];
+        let end = literal_end(code.as_bytes(), start, quote);
+        out.push_str(&code[at..start]);
+        let literal = code.get(start + 1..end - 1).filter(|literal| literal.contains('\\')).and_then(unescape);
+        if let Some(text) = literal {
+            let quote = char::from(quote);
+            out.push(quote);
+            out.push_str(&text.replace('\\', "\\\\").replace(quote, &format!("\\{quote}")));
+            out.push(quote);
+        } else {
+            out.push_str(&code[start..end]);
+        }
+        at = end;
+    }
+    Cow::Owned(out + &code[at..])
 }
 
 /// Returns the inside of a tag without its delimiters (the closing one may be missing) and whitespace marks.
@@ -228,7 +263,8 @@ fn rewrite_generation(block: &str) -> Option<String> {
 /// parsed.
 fn rewrite_tag(tag: &str) -> Option<String> {
     let (open, inside, close) = tag_parts(tag)?;
-    let code = if open.starts_with("{{") { expression(inside.trim()) } else { statement(inside.trim()) }?;
+    let inside = portable_literals(inside.trim());
+    let code = if open.starts_with("{{") { expression(&inside) } else { statement(&inside) }?;
     let lines = tag.matches('\n').count().saturating_sub(code.matches('\n').count());
     Some(format!("{open} {code}{} {close}", "\n".repeat(lines)))
 }
@@ -423,6 +459,30 @@ mod tests {
     fn literals_are_unescaped_and_found_after_braces() {
         let result = scanned(r#"{{ {"a": {}}['\n<x>'] }}{% if x.split("it's\t") %}'no'{% endif %}"#);
         assert_eq!(result.literals, vec!["\n<x>", "a", "it's\t"]);
+    }
+
+    #[test]
+    fn literals_are_decoded_as_python_strings() {
+        // The results of "...".encode("ascii", "backslashreplace").decode("unicode-escape"), which Jinja uses.
+        for (literal, decoded) in [
+            (r"\d\.\/", r"\d\.\/"),
+            (r#"\\n\'\""#, "\\n'\""),
+            (r"\x41\101\u00e9\U0001F600", "AA\u{e9}\u{1F600}"),
+            (r"\7\18", "\u{7}\u{1}8"),
+            ("a\\\nb", "ab"),
+            (r"\a\b\f\v", "\x07\x08\x0c\x0b"),
+            ("é\\é", "é\\é"),
+        ] {
+            assert_eq!(unescape(literal).as_deref(), Some(decoded), "{literal}");
+        }
+        for literal in [r"\xe", r"\u12", r"\U00110000", "\\"] {
+            assert_eq!(unescape(literal), None, "{literal}");
+        }
+    }
+
+    #[test]
+    fn the_engine_gets_literals_that_it_decodes_as_jinja_does() {
+        assert_eq!(portable_literals(r#"a + '\/\'\a' ~ "x\"y" + '\xe'"#), "a + '\\\\/\\'\u{7}' ~ \"x\\\"y\" + '\\xe'");
     }
 
     #[test]
