@@ -434,7 +434,7 @@ def test_a_run_has_the_state_that_its_lock_records(tmp_path):
         run.begin()
         run.end("signal")
     assert state_of(run.path) == "stopped by a signal"
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(ValueError):
         fail(ValueError("no"))
     assert state_of(run.path) == "crashed (ValueError)"
     assert "<td>crashed (ValueError)</td>" in page([run.path])
