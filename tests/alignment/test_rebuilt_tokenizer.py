@@ -123,7 +123,7 @@ def test_the_warning_is_given_again_by_a_load_that_takes_what_was_kept(tmp_path,
     built("never", folder)
     prepared(folder, "LlamaTokenizer", "nobody_knows")
     for _ in range(2):
-        with pytest.warns(UserWarning, match="anew as LlamaTokenizer and gives 'Hello world"):
+        with pytest.warns(UserWarning, match="as LlamaTokenizer and encodes 'Hello world"):
             tg.Tokenizer.from_pretrained(folder)
 
 
