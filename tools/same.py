@@ -6,9 +6,7 @@
     python tools/same.py record part.json --only prepare doctor # only some sections
     python tools/same.py record all.json --online out/online    # with the replay of a run of `tracegrad online`
 
-Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on one
-machine. Times, hashes of commits and paths of results are left out. `--renames` of `compare` names a CSV file with
-lines `old,new`: keys and names that changed on purpose.
+Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on X
 """
 
 from __future__ import annotations
@@ -22,13 +20,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART, IMAGES = ROOT / "examples" / "quickstart", ROOT / "examples" / "images"
-VOLATILE = {"seconds", "tokens_per_s", "commit", "version", "checkpoint", "device_idle", "bytes", "crc32"}
+VOLATILE = {"seconds", "tokens_per_s", "commit", "version", "checkpoint", "device_idle"}
+VOLATILE |= {"bytes", "crc32", "source_mtime_ns"}
 """Keys whose values differ from run to run, or depend on a file with such a value."""
 PLAIN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 SMALL = ["--train.max_steps", "8", "--train.epochs", "8", "--train.groups_per_step", "6"]
@@ -218,29 +217,45 @@ def record(options: argparse.Namespace) -> None:
         options.first.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
 
 
-def renamed(value: Any, names: dict[str, str]) -> Any:
-    """A record in which old names are the new ones, in keys and in text."""
-    if isinstance(value, dict):
-        return {renamed(key, names): renamed(each, names) for key, each in value.items()}
-    if isinstance(value, list):
-        return [renamed(each, names) for each in value]
-    if isinstance(value, str):
-        for old, new in names.items():
-            value = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w])", new, value)
-    return value
+def new_name(key: str, names: Mapping[str, str]) -> str:
+    """Return the new name of a key. A metric by level or turn, `ess/turn_0`, has the new name of the metric.
+
+    >>> new_name("ess/turn_0", {"ess": "token_ess"}), new_name("loss", {"ess": "token_ess"})
+    ('token_ess/turn_0', 'loss')
+    """
+    metric, *selection = key.split("/", 1)
+    return names[key] if key in names else "/".join([names.get(metric, metric), *selection])
 
 
-def differences(before: Any, after: Any, place: str = "") -> Iterator[str]:
-    """Yield each place at which two records differ, with both values."""
+def is_prose(value: Any) -> bool:
+    """Return whether a value is text for people: it has a blank."""
+    return isinstance(value, str) and " " in value
+
+
+def differences(
+    before: Any, after: Any, names: Mapping[str, str], place: str = "", *, with_text: bool = True
+) -> Iterator[str]:
+    """Yield each place at which two records differ, with both values.
+
+    Args:
+        names: old to new keys. A key is renamed where the second record has only the new one.
+        with_text: whether messages are compared.
+    """
     if isinstance(before, dict) and isinstance(after, dict):
+        moved = {key: new_name(key, names) for key in before if key not in after}
+        before = {moved.get(key, key) if moved.get(key) in after else key: value for key, value in before.items()}
         for key in sorted({*before, *after}):
-            if key not in before or key not in after:
+            if key in before and key in after:
+                yield from differences(before[key], after[key], names, f"{place}/{key}", with_text=with_text)
+            elif names.get(key) != "":  # "" in the table: left out on purpose
                 yield f"{place}/{key}: is {'new' if key in after else 'gone'}"
-            else:
-                yield from differences(before[key], after[key], f"{place}/{key}")
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for number, pair in enumerate(zip(before, after, strict=True)):
-            yield from differences(*pair, f"{place}[{number}]")
+            yield from differences(*pair, names, f"{place}[{number}]", with_text=with_text)
+    elif isinstance(before, str) and isinstance(after, str):
+        is_skipped = not with_text and (is_prose(before) or is_prose(after))
+        if not is_skipped and before != after and names.get(before) != after:
+            yield f"{place}: {before[:200]!r} became {after[:200]!r}"
     elif before != after or type(before) is not type(after):
         yield f"{place}: {str(before)[:200]!r} became {str(after)[:200]!r}"
 
@@ -252,7 +267,7 @@ def compare(options: argparse.Namespace) -> None:
         with options.renames.open() as file:
             names = {row[0]: row[1] for row in csv.reader(file) if row}
     before, after = (json.loads(path.read_text()) for path in (options.first, options.second))
-    found = list(differences(renamed(before, names), after))
+    found = list(differences(before, after, names, with_text=not options.no_text))
     print("\n".join(found[:200]) or f"the same: {sum(map(len, after.values()))} values")
     if len(found) > 200:
         print(f"and {len(found) - 200} more")
@@ -267,7 +282,8 @@ def main() -> None:
     options.add_argument("second", type=Path, nargs="?")
     options.add_argument("--only", nargs="+", choices=SECTIONS)
     options.add_argument("--online", type=Path, help="the folder of a run of `tracegrad online`")
-    options.add_argument("--renames", type=Path)
+    options.add_argument("--renames", type=Path, help="a CSV file with lines old,new: keys that changed on purpose")
+    options.add_argument("--no-text", action="store_true", help="do not compare messages")
     given = options.parse_args()
     if given.what == "compare" and given.second is None:
         options.error("compare takes two records")
