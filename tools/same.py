@@ -6,7 +6,10 @@
     python tools/same.py record part.json --only prepare doctor # only some sections
     python tools/same.py record all.json --online out/online    # with the replay of a run of `tracegrad online`
 
-Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on X
+Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on one
+machine. Times, hashes of commits and paths of results are left out. `--renames` of `compare` names a CSV file with
+lines `old,new`: keys that changed on purpose (tools/renames.csv has the renamed metrics and options; an empty second column is
+a key that is left out). `--no-text` compares no messages.
 """
 
 from __future__ import annotations

@@ -434,10 +434,10 @@ def test_a_run_has_the_state_that_its_lock_records(tmp_path):
         run.begin()
         run.end("signal")
     assert state_of(run.path) == "stopped by a signal"
-    with pytest.raises(ValueError):
-        fail(ValueError("no"))
-    assert state_of(run.path) == "crashed (ValueError)"
-    assert "<td>crashed (ValueError)</td>" in page([run.path])
+    with pytest.raises(RuntimeError):
+        fail(RuntimeError("no"))
+    assert state_of(run.path) == "crashed (RuntimeError)"
+    assert "<td>crashed (RuntimeError)</td>" in page([run.path])
     with pytest.raises(KeyboardInterrupt):
         fail(KeyboardInterrupt())
     assert state_of(run.path) == "stopped"
