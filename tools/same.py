@@ -8,8 +8,8 @@
 
 Arrays are recorded by their hash, and numbers of metrics as JSON writes them, so both records must be made on one
 machine. Times, hashes of commits and paths of results are left out. `--renames` of `compare` names a CSV file with
-lines `old,new`: keys that changed on purpose (tools/renames.csv has the renamed metrics and options; an empty second column is
-a key that is left out). `--no-text` compares no messages.
+lines `old,new`: keys and values that changed on purpose, as tools/renames.csv does. An empty second column leaves a key
+out. `--no-text` compares no messages.
 """
 
 from __future__ import annotations
