@@ -143,7 +143,7 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
     start = _estimate(first_row) if first_step == 0 else None
     before = recorded if start is None else start.value
     at = "" if start is None else f"The estimate before training is {_short(before)}. "
-    traces, ess = (int(as_number(row.get(key)) or 0) for key in ("ope_traces", "ope_ess"))
+    traces, ess = (round(as_number(row.get(key)) or 0) for key in ("ope_traces", "ope_ess"))
     sentences = (
         f"The trained policy's mean reward on held-out groups is estimated at {_short(estimate.value)} after step "
         f"{step:,.0f}, with a 95 % interval of {_short(estimate.low)} to {_short(estimate.high)}. {at}"
