@@ -385,3 +385,15 @@ def test_records_of_a_mixture_of_experts_are_named(record, seen):
     look.hits = lambda hit, of, found: asked.append(hit.tolist()) or Hits(0, 3)
     mixture_of_experts.run(look)
     assert asked == [[False, seen, seen]]
+
+
+def test_the_next_command_has_rows_for_the_longest_branch(tmp_path):
+    short = {"group": "a", "messages": [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "4"}]}
+    long = {"group": "a", "messages": [{"role": "user", "content": "1 " * 9000}, {"role": "assistant", "content": "4"}]}
+    rewarded = [[{**record, "reward": reward} for reward in (0.0, 1.0)] for record in (short, long)]
+    assert "--pack.tokens_per_row" not in diagnosed(rewarded[0], tmp_path).next_command
+    found = diagnosed(rewarded[1], tmp_path)
+    row = int(found.next_command.split("--pack.tokens_per_row ")[1].split()[0])
+    longest = int(tg.align(tg.Traces.from_records(rewarded[1]), tg.Tokenizer.from_pretrained(MODEL)).cu_seqlens[1])
+    assert longest > 9000
+    assert row == 1024 * -(-longest // 1024)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tracegrad import _html, data
 from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, FieldMap, join_list
+from tracegrad.config import Data, FieldMap, Pack, join_list
 from tracegrad.data import Progress, infer_fields, stream
 from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.infer_fields import Candidates
@@ -124,6 +124,8 @@ def next_command(
         flags += ["--on-error", "skip"]
     if "equal_rewards" in by_name and not _can_hold_out(by_name["equal_rewards"].hits):
         flags += ["--data.holdout", "0"]
+    if stats.longest_branch > Pack().tokens_per_row:
+        flags += ["--pack.tokens_per_row", str(-(-stats.longest_branch // 1024) * 1024)]
     if not text_only and (kind is not None or stats.unknown_logprob_kind):
         flags += ["--logprob-kind", kind or "raw"]
     flags += ["--sampling-defaults", defaults] if defaults == "model" else []

@@ -324,6 +324,7 @@ class DatasetStats:
         read: counters of the reader.
         traces, turns, recorded, exact, terms: sums over batches: traces read, turns, recorded tokens, tokens with an
             exact id and logprob, tokens that would be trained.
+        longest_branch: tokens of the longest branch.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
         headless: turns in which only the first logprob is missing.
         without_prompt, without_logprobs: turns without a prompt, and turns without logprobs.
@@ -339,6 +340,7 @@ class DatasetStats:
     recorded: int = 0
     exact: int = 0
     terms: int = 0
+    longest_branch: int = 0
     unaligned: int = 0
     first_error: str | None = None
     copies: Duplicates = field(default_factory=Duplicates)
@@ -367,6 +369,7 @@ class DatasetStats:
         self.recorded += drift.recorded
         self.exact += drift.exact
         self.terms += int(look.sequences.trainable.sum())
+        self.longest_branch = max(self.longest_branch, int(np.diff(look.sequences.cu_seqlens).max(initial=0)))
         self.unaligned += len(drift.errors)
         self.first_error = self.first_error or next(iter(drift.errors), None)
         self.headless += look.hits(look.missing_first_logprob)
