@@ -26,7 +26,7 @@ import numpy as np
 from tracegrad.alignment.align import recover_ids
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data import read
-from tracegrad.data.codes import TIERS
+from tracegrad.data.codes import LEVELS
 from tracegrad.data.trace import Traces
 
 ROOT = Path(__file__).parent.parent
@@ -38,11 +38,11 @@ IDS = ("token_ids", "prompt_token_ids")
 
 @dataclass
 class Row:
-    """One format and tier. Tokens: recorded, recovered, masked. Traces: all, recovered completely, in part, refused."""
+    """One format and level. Tokens: recorded, recovered, masked. Traces: all, recovered whole, in part, refused."""
 
     source: str
     format: str
-    tier: str
+    level: str
     recorded: int
     recovered: int
     masked: int
@@ -53,24 +53,24 @@ class Row:
 
 
 def rows_of(source: str, name: str, traces: Traces, tokenizer: Tokenizer, bad: int = 0) -> Iterator[Row]:
-    """The rows of some traces of one format, one for each tier that occurs."""
+    """The rows of some traces of one format, one for each level that occurs."""
     found = recover_ids(traces, tokenizer)
     generation = np.repeat(np.arange(len(found)), np.diff(found.cu_tokens))
     owner = found.trace[generation]
-    tier = np.full(len(traces), 255)
-    np.minimum.at(tier, owner, 254)
-    for code in range(len(TIERS)):
-        # A trace is listed under the least exact tier of its tokens.
-        tier[np.unique(owner[found.tier == code])] = code
+    level = np.full(len(traces), 255)
+    np.minimum.at(level, owner, 254)
+    for code in range(len(LEVELS)):
+        # A trace is listed under the least exact level of its tokens.
+        level[np.unique(owner[found.alignment_level == code])] = code
     known = np.bincount(owner[found.is_known], minlength=len(traces))
     listed = np.bincount(owner, minlength=len(traces))
-    for code in sorted(set(tier.tolist())):
-        here = tier == code
+    for code in sorted(set(level.tolist())):
+        here = level == code
         rows = here[owner]
         yield Row(
             source=source,
             format=name,
-            tier=TIERS[code] if code < len(TIERS) else "T6",
+            level=LEVELS[code] if code < len(LEVELS) else "T6",
             recorded=int(rows.sum()),
             recovered=int((rows & found.is_known).sum()),
             masked=int((rows & ~found.is_known).sum()),

@@ -182,7 +182,7 @@ def shards(whole: Path) -> tuple[Path, Callable[[Path, bool], None], Callable[[P
         found = Sequences.load(folder, verify=True)
         if same:
             assert np.array_equal(found.ids, ids), "other ids under the same checksums"
-        found.tiers()
+        found.levels()
         found.alignment_report.table()
         steps = pack(found, np.ones(found.traces), tokens_per_row=1 << 16, share_prefixes=True)
         for step in steps:
@@ -234,10 +234,10 @@ def _sequences(number: int) -> Sequences:
         np.arange(12) + number, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras
     )
     where = np.array([1], np.int32)
-    drift = AlignmentReport(
+    report = AlignmentReport(
         np.array([2], np.uint8), where, where, where, where, ("a detail",), recorded=7, exact=6, errors=("one",)
     )
-    return replace(made, alignment_report=drift, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
+    return replace(made, alignment_report=report, trace_ids=(f"a{number}", f"b{number}"), group_names=("é",))
 
 
 def _seal_shards(folder: Path) -> None:

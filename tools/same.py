@@ -221,13 +221,16 @@ def record(options: argparse.Namespace) -> None:
 
 
 def new_name(key: str, names: Mapping[str, str]) -> str:
-    """Return the new name of a key. A metric by level or turn, `ess/turn_0`, has the new name of the metric.
+    """Return the new name of a key. The parts of a path, an array's name and a metric's selection are renamed too.
 
     >>> new_name("ess/turn_0", {"ess": "token_ess"}), new_name("loss", {"ess": "token_ess"})
     ('token_ess/turn_0', 'loss')
+    >>> new_name("ess/tier_T0", {"ess": "token_ess", "tier_T0": "level_T0"})
+    'token_ess/level_T0'
+    >>> new_name("one worker: shard-00000/traces.safetensors:tier", {"tier": "alignment_level"})
+    'one worker: shard-00000/traces.safetensors:alignment_level'
     """
-    metric, *selection = key.split("/", 1)
-    return names[key] if key in names else "/".join([names.get(metric, metric), *selection])
+    return names[key] if key in names else "".join(names.get(part) or part for part in re.split("(: |[/:])", key))
 
 
 def is_prose(value: Any) -> bool:

@@ -95,8 +95,8 @@ def align(folder: Path, file: str, rounds: int) -> Found:
     sequences = took.result
     tokenizer = fresh(folder)
     again = fastest(lambda: tg.align(traces, tokenizer), rounds + 1)
-    tiers = {name: row["tokens"] for name, row in sequences.tiers().items()}
-    counts = {"tokens": sequences.tokens, "sampled": len(sequences.terms), "tiers": tiers}
+    levels = {name: row["tokens"] for name, row in sequences.levels().items()}
+    counts = {"tokens": sequences.tokens, "sampled": len(sequences.terms), "levels": levels}
     told = {"seconds": took.seconds, "cpu_s": took.cpu_s, "again_s": again.seconds}
     return {**told, **counts, "bytes": sequences.tokens * TOKEN_BYTES}
 

@@ -189,7 +189,7 @@ def align(bench: Bench) -> None:
         rate = found["tokens"] / found["seconds"] / MEGA
         each = found["bytes"] / found["tokens"]
         more: Found = {"must": must, "gigabytes_per_second": rate * each / 1e3, "bytes_per_token": each}
-        more |= {"tiers": found["tiers"], "cpu_rate": found["tokens"] / found["cpu_s"] / MEGA}
+        more |= {"levels": found["levels"], "cpu_rate": found["tokens"] / found["cpu_s"] / MEGA}
         more |= {"again_rate": found["tokens"] / found["again_s"] / MEGA}
         if file == "ids.jsonl":
             limit = pace["copy"] / each / MEGA

@@ -231,7 +231,7 @@ class Conversation:
     def copy(self) -> Conversation: ...
 
 # align
-DRIFT_REASONS: list[str]
+MISMATCH_REASONS: list[str]
 USAGE_SLACK: tuple[int, float]
 
 def align_traces(

@@ -63,7 +63,7 @@ def test_bytes_of_tokens_give_the_ids_that_were_sampled(tokenizer):
     whole = align(tokenizer, chat(tokenizer, answers))
     stripped = align(tokenizer, chat(tokenizer, answers, keep=()))
     assert stripped.ids.tolist() == whole.ids.tolist()
-    assert set(stripped.tier[stripped.trainable]) <= {2, 3}
+    assert set(stripped.alignment_level[stripped.trainable]) <= {2, 3}
 
 
 def test_noncanonical_tokens_are_kept_as_sampled_and_reported(tokenizer):
@@ -104,7 +104,7 @@ def test_text_alone_is_aligned_and_trained_on_request_only(tokenizer):
     del record["messages"][2]["token_ids"], record["messages"][2]["logprobs"]
     plain, asked = align(tokenizer, record), align(tokenizer, record, text_only=True)
     assert plain.trainable.sum() == 0
-    assert plain.tiers()["T6"]["trainable"] == 0
+    assert plain.levels()["T6"]["trainable"] == 0
     assert asked.ids[asked.trainable].tolist() == ids_of(tokenizer, "alpha<|im_end|>")
     assert np.isnan(asked.rollout_logprobs).all()
 
@@ -117,9 +117,9 @@ def test_logprobs_without_text_whose_count_fits_are_trained_on_request_only(toke
     count = len(ids_of(tokenizer, "alpha beta")) + extra
     turn["logprobs"] = [-0.5] * count
     guessed, asked = align(tokenizer, record), align(tokenizer, record, assume_canonical=True)
-    assert (guessed.tier == 5).sum() == (asked.tier == 5).sum() == count
+    assert (guessed.alignment_level == 5).sum() == (asked.alignment_level == 5).sum() == count
     assert guessed.trainable.sum() == guessed.alignment_report.exact == 0
-    assert guessed.tiers() == {"T5": {"tokens": count, "trainable": 0, "generations": 1}}
+    assert guessed.levels() == {"T5": {"tokens": count, "trainable": 0, "generations": 1}}
     assert asked.rollout_logprobs[asked.trainable].tolist() == [-0.5] * count
 
 
@@ -187,11 +187,11 @@ def by_turn(sequences):
 
 def test_every_shape_of_the_example_is_held_with_its_logprobs(tokenizer, recorded):
     found = tg.align(recorded, tokenizer)
-    tiers = found.tiers()
-    assert set(tiers) <= {"T0", "T1", "T2", "T3"}
-    assert tiers["T0"]["tokens"] > 10_000
-    assert tiers["T1"]["tokens"] > 10_000
-    assert tiers["T2"]["tokens"] > 20_000
+    levels = found.levels()
+    assert set(levels) <= {"T0", "T1", "T2", "T3"}
+    assert levels["T0"]["tokens"] > 10_000
+    assert levels["T1"]["tokens"] > 10_000
+    assert levels["T2"]["tokens"] > 20_000
     assert found.alignment_report.rate < 0.01
     valid = ~np.isnan(found.rollout_logprobs[found.trainable])
     assert valid.all()

@@ -165,7 +165,7 @@ def test_a_space_that_two_entries_have_is_assumed_on_request_only(tmp_path):
     assert found.alignment_report.count.tolist() == [1, 3]  # the doubt, and what is left out for it
     space, lead, rest = 3 + 256, 3 + 0xC3, 3 + 0xA9
     assert trained(asked) == [space, lead, rest]
-    assert asked.tier[asked.trainable].tolist() == [4, 2, 2]
+    assert asked.alignment_level[asked.trainable].tolist() == [4, 2, 2]
     assert trained(allow_unknown_ids) == [lead, rest]
 
 
@@ -320,20 +320,20 @@ def test_every_recorded_token_is_trained_or_counted_by_a_finding_of_its_turn(gen
         turn = message["generation"]
         recorded.append(len(next(turn[k] for k in ("token_ids", "bytes", "tokens", "logprobs") if k in turn)))
     found = align(TOKENIZER, copy.deepcopy(row))
-    drift = found.alignment_report
-    assert drift.recorded == sum(recorded)
+    report = found.alignment_report
+    assert report.recorded == sum(recorded)
     left_out = 0
     for turn, count in enumerate(recorded):
         here = found.turn == turn
         rows = {
-            int(c) for c, t, r in zip(drift.count, drift.turn, drift.reason, strict=True) if t == turn and r in LOST
+            int(c) for c, t, r in zip(report.count, report.turn, report.reason, strict=True) if t == turn and r in LOST
         }
         back = {
             int(c)
-            for c, t, r in zip(drift.count, drift.turn, drift.reason, strict=True)
+            for c, t, r in zip(report.count, report.turn, report.reason, strict=True)
             if t == turn and r in HELD_BACK
         }
-        known = here & (found.tier <= 4) & (found.source == 2)
+        known = here & (found.alignment_level <= 4) & (found.source == 2)
         # A turn stands once with its own tokens; later branches repeat it untrained.
         first = found.cu_seqlens[: found.branches][np.add.reduceat(known, found.cu_seqlens[:-1]) > 0][:1]
         held = (
@@ -343,9 +343,9 @@ def test_every_recorded_token_is_trained_or_counted_by_a_finding_of_its_turn(gen
         )
         lost = count - held
         left_out += lost
-        assert lost == 0 or lost in rows, (turn, lost, drift.detail)
+        assert lost == 0 or lost in rows, (turn, lost, report.detail)
         untrained = held - int((found.trainable & known).sum())
-        assert untrained == 0 or untrained in back, (turn, untrained, drift.detail)
-    exact = found.trainable & ~np.isnan(found.rollout_logprobs) & (found.tier < 4)
-    assert drift.exact == exact.sum()
-    assert int(np.isin(drift.reason, list(LOST)).sum()) >= (left_out > 0)
+        assert untrained == 0 or untrained in back, (turn, untrained, report.detail)
+    exact = found.trainable & ~np.isnan(found.rollout_logprobs) & (found.alignment_level < 4)
+    assert report.exact == exact.sum()
+    assert int(np.isin(report.reason, list(LOST)).sum()) >= (left_out > 0)

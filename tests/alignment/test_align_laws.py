@@ -50,7 +50,7 @@ def test_the_bytes_of_the_ids_are_those_of_the_record(generated):
 @given(turns)
 def test_every_array_has_the_length_it_should_have(generated):
     found = align(TOKENIZER, trace(generated), trace(generated[:1], id="u"))
-    tokens = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
+    tokens = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "alignment_level", "inv_temperature")
     assert {len(getattr(found, name)) for name in tokens} == {found.cu_seqlens[-1]}
     assert len(found.trace) == len(found.cu_seqlens) - 1
     assert (
@@ -130,7 +130,7 @@ def test_the_result_does_not_depend_on_chunks(many, size):
     records = [trace(generated, id=str(k)) for k, generated in enumerate(many)]
     whole = align(TOKENIZER, *records)
     parts = [align(TOKENIZER, *records[k : k + size]) for k in range(0, len(records), size)]
-    for name in ("ids", "source", "trainable", "turn", "tier"):
+    for name in ("ids", "source", "trainable", "turn", "alignment_level"):
         assert np.concatenate([getattr(p, name) for p in parts]).tolist() == getattr(whole, name).tolist()
 
 

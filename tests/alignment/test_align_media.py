@@ -216,5 +216,5 @@ def test_the_doctor_counts_turns_whose_ids_are_guessed(tmp_path):
     for asked in (False, True):
         account.add(tg.align(tg.Traces.from_records(rows), load(MODEL), assume_canonical=asked))
         [line] = [line for line in account.lines() if line.startswith("guessed")]
-        assert f"{account.tiers['T5']['generations']:,} turns" in line
+        assert f"{account.levels['T5']['generations']:,} turns" in line
         assert ("not trained" in "".join(account.lines())) is not asked

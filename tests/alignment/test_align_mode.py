@@ -70,7 +70,7 @@ def test_case_33_in_align_mode_trimmed_tokens_have_no_place(family):
     assert text(tokenizer, trained(found)) == "red lamp<|eot_id|>"
 
 
-def test_case_08_a_harmony_tool_call_is_exact_when_spliced_and_its_drift_is_named_when_rendered(family):
+def test_case_08_a_harmony_tool_call_is_exact_when_spliced_and_its_mismatch_is_named_when_rendered(family):
     tokenizer = family("gptoss")
     sampled = "<|channel|>analysis<|message|>why<|end|><|start|>assistant"
     sampled += '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"a":1}<|call|>'

@@ -310,7 +310,7 @@ def test_case_49_an_id_behind_the_vocabulary_makes_the_turn_text(chatml, wrong):
     found = align(chatml, record(user("q"), said("red", [wrong, EOS])))
     assert trained(found) == []
     assert "R25" in reasons(found)
-    assert set(found.tier[found.source == 2]) == {6}
+    assert set(found.alignment_level[found.source == 2]) == {6}
 
 
 def test_case_49_an_id_in_a_gap_of_the_vocabulary_is_none(qwen):
@@ -363,7 +363,7 @@ def test_case_60_logprobs_without_text_count_for_one_token_and_not_for_two(chatm
     row = record(user("q"), said("a", logprobs={"content": [{"logprob": -0.5}]}))
     assert trained(align(chatml, row)) == []
     one = align(chatml, row, assume_canonical=True)
-    assert one.tier[one.trainable].tolist() == [5]
+    assert one.alignment_level[one.trainable].tolist() == [5]
     assert one.rollout_logprobs[one.trainable].tolist() == [-0.5]
     content = "red lamp on two"
     assert len(ids_of(chatml, content)) > 2
@@ -409,5 +409,5 @@ def test_case_15_ids_in_range_are_no_proof_of_the_tokenizer(qwen):
     assert right.generations[0].token_ids.tolist() == ids
     found = recover_ids(tg.Traces.from_records([response]), other)
     assert not found.is_known.any()
-    drift = tg.align(tg.Traces.from_records([response]), other).alignment_report
-    assert [drift.reasons[code][:3] for code in drift.reason if drift.reasons[code].startswith("R26")] == ["R26"]
+    report = tg.align(tg.Traces.from_records([response]), other).alignment_report
+    assert [report.reasons[code][:3] for code in report.reason if report.reasons[code].startswith("R26")] == ["R26"]

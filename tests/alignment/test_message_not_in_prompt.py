@@ -33,9 +33,9 @@ def call(messages, answer="yo", **response):
 
 def found(record, tokenizer, **options):
     options = {"text_only": True, **options}
-    drift = tg.align(tg.Traces.from_records([record]), tokenizer, **options).alignment_report
-    rows = [n for n, code in enumerate(drift.reason) if drift.reasons[code] == "R36 message_not_in_prompt"]
-    return [(int(drift.trace[n]), int(drift.turn[n]), drift.detail[n]) for n in rows]
+    report = tg.align(tg.Traces.from_records([record]), tokenizer, **options).alignment_report
+    rows = [n for n, code in enumerate(report.reason) if report.reasons[code] == "R36 message_not_in_prompt"]
+    return [(int(report.trace[n]), int(report.turn[n]), report.detail[n]) for n in rows]
 
 
 def test_a_role_of_which_the_template_writes_nothing_is_found(tokenizer):
@@ -190,8 +190,8 @@ def test_the_tokenizer_files_have_none():
     files = sorted(Path("examples/quickstart").glob("*.jsonl*"))
     assert files
     for file in files:
-        drift = tg.align(tg.read(file), tokenizer).alignment_report
-        assert "R36 message_not_in_prompt" not in drift.table()
+        report = tg.align(tg.read(file), tokenizer).alignment_report
+        assert "R36 message_not_in_prompt" not in report.table()
 
 
 TALKS = {

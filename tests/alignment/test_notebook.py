@@ -30,7 +30,7 @@ def sequences():
         reward_names=("correct", "short"),
         turn=[-1, 0, 0, -1, -1, 1, -1, -1],
         version=[-1, 4, 4, -1, -1, 5, -1, -1],
-        extras={"pull": np.arange(8), "wide": np.zeros((8, 2)), "mask": Ragged(np.arange(9), np.ones(8))},
+        extras={"share": np.arange(8), "wide": np.zeros((8, 2)), "mask": Ragged(np.arange(9), np.ones(8))},
     )
 
 
@@ -76,14 +76,14 @@ def test_one_row_a_token(sequences):
     assert table["position"].to_pylist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert table["id"].to_pylist() == [5, 6, 7, 5, 6, 8, 9, 4]
     assert table["source"].to_pylist() == [
-        "given", "sampled", "sampled", "given", "given", "sampled", "given", "given",
+        "prompt", "sampled", "sampled", "prompt", "prompt", "sampled", "prompt", "prompt",
     ]  # fmt: skip
     assert table["trainable"].to_pylist() == sequences.trainable.tolist()
     assert table["rollout_logprob"].to_pylist() == [None, -0.5, -0.25, None, None, -1.0, None, None]
     assert table["turn"].to_pylist() == [None, 0, 0, None, None, 1, None, None]
     assert table["version"].to_pylist() == [None, 4, 4, None, None, 5, None, None]
     assert table["inv_temperature"].to_pylist() == [1.0] * 8
-    assert table["pull"].to_pylist() == list(range(8))
+    assert table["share"].to_pylist() == list(range(8))
     assert not {"wide", "mask"} & set(table.column_names)
 
 
@@ -100,7 +100,7 @@ def test_the_table_of_what_was_aligned(example):
         sampled = tokens[(tokens.trace == trace.id) & tokens.trainable]
         recorded = np.concatenate([one.logprobs for one in trace.generations])
         assert sampled.rollout_logprob.to_numpy() == pytest.approx(recorded)
-        assert set(sampled.tier) <= {"T0", "T1", "T2", "T3"}
+        assert set(sampled.alignment_level) <= {"T0", "T1", "T2", "T3"}
 
 
 def test_conversations_as_a_completions_table(example, tmp_path):
@@ -172,8 +172,8 @@ def shown():
     found = Diagnosis(EVIL, 1, 2, 3, ())
     return {
         "Traces": (traces, "Traces(1 traces, 1 groups)"),
-        "Sequences": (arrays, "Sequences(1 traces, 1 branches, 2 tokens, 1 trainable, drift 0.000%)"),
-        "Drift": (arrays.alignment_report, "AlignmentReport(0 findings, rate=0.000%, 0 traces left out)"),
+        "Sequences": (arrays, "Sequences(1 traces, 1 branches, 2 tokens, 1 trainable, 0.000% inexact)"),
+        "AlignmentReport": (arrays.alignment_report, "AlignmentReport(0 findings, rate=0.000%, 0 traces left out)"),
         "Step": (step, "Step(1 trained tokens, 1 traces, 1 groups; here 1 rows of 2 tokens)"),
         "Objective": (tg.presets.DAPO, None),
         "Recipe": (tg.recipes.find("DAPO"), None),

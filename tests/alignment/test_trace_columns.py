@@ -44,8 +44,8 @@ def example():
         recorded=0,
         exact=0,
     )
-    tier = np.array([255, 0, 3, 255, 1, 6], np.uint8)
-    return replace(one, tier=tier, alignment_report=found, trace_ids=("é", "b"), group_names=("g", "h"))
+    level = np.array([255, 0, 3, 255, 1, 6], np.uint8)
+    return replace(one, alignment_level=level, alignment_report=found, trace_ids=("é", "b"), group_names=("g", "h"))
 
 
 def test_a_trace_is_a_row():
@@ -63,7 +63,7 @@ def test_a_trace_is_a_row():
         "terms": [3, 0],
         "known": [2, 0],
         "turns": [2, 0],
-        "tier": [3, 255],
+        "alignment_level": [3, 255],
         "foreign": [False, True],
         "version_min": [4, -1],
         "version_max": [6, -1],
@@ -101,7 +101,7 @@ def test_the_columns_are_those_of_a_loop_over_tokens(traces):
         trace=[at for at, trace in enumerate(traces) for _ in trace],
         version=np.array([version for _, _, version in flat], np.int32),
     )
-    one = replace(one, tier=np.array([tier for _, tier, _ in flat], np.uint8))
+    one = replace(one, alignment_level=np.array([level for _, level, _ in flat], np.uint8))
     found = store.columns_of(one)
     assert {name: array.dtype for name, array in found.items()} == store.TRACE_COLUMNS
     at = 0
@@ -120,8 +120,8 @@ def test_the_columns_are_those_of_a_loop_over_tokens(traces):
             "terms": len(terms),
             "known": sum(version != 0 for _, _, version in terms),
             "turns": int(bool(terms)),
-            "tier": max((tier for _, tier, _ in terms if tier != 255), default=255),
-            "foreign": any(tier == 6 for _, tier, _ in own),
+            "alignment_level": max((level for _, level, _ in terms if level != 255), default=255),
+            "foreign": any(level == 6 for _, level, _ in own),
             "version_min": min((version for _, _, version in terms), default=-1),
             "version_max": max((version for _, _, version in terms), default=-1),
             "logprob_kind": 2,

@@ -82,10 +82,10 @@ def test_prepare_writes_shards_that_hold_what_align_gives(example, forty, tmp_pa
     shards = [tg.Sequences.load(path) for path in sorted((tmp_path / "o").glob("shard-*"))]
     assert [shard.traces for shard in shards] == [16, 16, 8]
     np.testing.assert_array_equal(np.concatenate([shard.ids for shard in shards]), whole.ids)
-    drift = json.loads((tmp_path / "o" / "drift.json").read_text())
-    assert (drift["tokens"], drift["terms"], drift["groups"]) == (whole.tokens, len(whole.terms), 5)
-    assert drift["tiers"] == whole.tiers()
-    assert drift["drift"] == whole.alignment_report.table()
+    report = json.loads((tmp_path / "o" / "alignment_report.json").read_text())
+    assert (report["tokens"], report["terms"], report["groups"]) == (whole.tokens, len(whole.terms), 5)
+    assert report["levels"] == whole.levels()
+    assert report["alignment_report"] == whole.alignment_report.table()
 
 
 def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
@@ -130,11 +130,11 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     assert main(train(example, forty, out)) == 0
     said = capsys.readouterr()
     assert "read     40 traces in 5 groups" in said.out
-    assert "tier" in said.out
+    assert "level" in said.out
     assert "ope" in said.err
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["traces"], summary["groups"], summary["seed"], summary["steps"]) == (40, 5, 0, 4)
-    assert {"tokens", "tiers", "drift", "ope"} <= summary.keys()
+    assert {"tokens", "levels", "alignment_report", "ope"} <= summary.keys()
     assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]

@@ -278,7 +278,7 @@ def test_any_program_is_recorded_by_path_or_header_and_its_reward_ends_it(tmp_pa
     assert (left.id, left.metadata["ended"]) == ("open", "stopped")
     assert left.reward is None
     sequences = tg.align(tg.read(path), tg.Tokenizer.from_pretrained(MODEL))
-    assert sequences.tiers()["T0"]["generations"] == 4
+    assert sequences.levels()["T0"]["generations"] == 4
     assert a.to_dict()["logprob_kind"] == "raw"
 
 

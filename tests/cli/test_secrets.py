@@ -103,7 +103,7 @@ def test_a_prepared_folder_holds_no_secret_and_is_gone_on_with(address, tmp_path
     model, out = QUICKSTART / "model", tmp_path / "out"
     account = prepare.prepare(address, model, Data(text_only=True), out)
     found = texts_of(out)
-    assert {"prepare.json", "drift.json", "manifest.json"} <= found.keys()
+    assert {"prepare.json", "alignment_report.json", "manifest.json"} <= found.keys()
     assert [name for name, text in found.items() if not is_clean(name + text)] == []
     assert is_clean("".join(account.lines()))
     prepare.prepare(address, model, Data(text_only=True), out, resume=True)

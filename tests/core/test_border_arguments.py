@@ -163,7 +163,7 @@ ARRAYS_OF = {
     ),
     "correct": ("old", "rollout", "ref", "trace", "turn", "group", "advantages", "mask", "group_terms", "group_traces"),
     "pack": ("advantages",),
-    "OffPolicy": ("old", "rollout", "trace", "keep", "weight", "turn", "lag"),
+    "OffPolicy": ("old", "rollout", "trace", "keep", "weight", "turn", "staleness"),
 }
 PAIRS = [
     (name, parameter)

@@ -104,7 +104,7 @@ def test_lists_that_begin_with_null_are_found_even_where_counts_are_too_few_to_t
         for content in entries(record):
             content[0]["logprob"] = None
 
-    assert names(diagnosed(spoiled(lose), tmp_path)) == {"missing_logprobs": "COSTS", "drift": "COSTS"}
+    assert names(diagnosed(spoiled(lose), tmp_path)) == {"missing_logprobs": "COSTS", "mismatches": "COSTS"}
 
 
 @pytest.mark.parametrize("lag", [1, -1])

@@ -180,7 +180,7 @@ def test_traces_that_the_template_refuses_are_found(tmp_path):
     assert said.first.line is not None
 
 
-def test_drift_beyond_its_threshold_is_found(tmp_path):
+def test_mismatches_beyond_their_threshold_are_found(tmp_path):
     def blind(record):
         for content in entries(record):
             for entry in content[6:9]:
@@ -189,7 +189,7 @@ def test_drift_beyond_its_threshold_is_found(tmp_path):
     records = [record for record in spoiled(blind) if record["metadata"]["shape"] == "strings"]
     for record in records:
         record["group"] = "one"
-    assert names(diagnosed(records, tmp_path)).get("drift") == "COSTS"
+    assert names(diagnosed(records, tmp_path)).get("mismatches") == "COSTS"
 
 
 @pytest.mark.parametrize("lag", [1, -1])

@@ -98,7 +98,7 @@ def zero_truncated(_=None):
 
 
 def of_two_groups(**how):
-    """Eight traces of two groups: rewards 0, 1, 2, 3 in each; of 1 and 2 turns in turn, tiers T0 and T4, versions."""
+    """Eight traces of two groups: rewards 0, 1, 2, 3 in each; of 1 and 2 turns in turn, levels T0 and T4, versions."""
     found = sampled(tiny_model(), groups=2)
     place = np.arange(found.traces) % 4
     owner = np.repeat(found.trace, np.diff(found.cu_seqlens))
@@ -111,7 +111,7 @@ def of_two_groups(**how):
         turn=turn,
         cu_turns=np.concatenate([[0], np.cumsum(turns)]).astype(np.int64),
         turn_rewards=np.full(turns.sum(), np.nan, np.float32),
-        tier=np.where(found.trainable & last & (owner == 5), 4, found.tier).astype(np.uint8),
+        alignment_level=np.where(found.trainable & last & (owner == 5), 4, found.alignment_level).astype(np.uint8),
         version=np.where(found.trainable, 9 - owner, -1).astype(np.int32),
     )
     changes = {

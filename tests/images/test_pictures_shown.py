@@ -34,7 +34,7 @@ def recorded(tokenizer):
 
 
 def steps(sequences):
-    """A step in which every term pulls alike."""
+    """A step in which every trained token has the same gradient magnitude."""
     at = sequences.terms
     one = np.ones(len(at), np.float32)
     floats = dict.fromkeys(("ratio", "weight", "advantages", "logprobs", "gradient"), one)
@@ -153,7 +153,7 @@ def test_boxes_of_many_places_leave_the_page_small(tokenizer, tmp_path):
     ids = np.insert(found.ids, pads[-1] + 1, [PAD] * many)
     columns = {
         name: np.insert(getattr(found, name), pads[-1] + 1, [getattr(found, name)[pads[-1]]] * many)
-        for name in ("source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
+        for name in ("source", "trainable", "rollout_logprobs", "turn", "version", "alignment_level", "inv_temperature")
     }
     at = np.concatenate([images.position, more]).astype(np.int32)
     cu = np.concatenate([images.cu_features, 4 + np.arange(1, many + 1)])
@@ -366,7 +366,7 @@ def test_prepare_says_what_it_wrote(folder, tokenizer, tmp_path, capsys):
     path = written(tmp_path / "t.jsonl", golden("one", "two", "twice"))
     assert main(["prepare", str(path), "--model", str(folder), "--out", str(tmp_path / "out")]) == 0
     assert "pictures 5 places of 2 pictures in 3 traces" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out" / "drift.json").read_text())
+    told = json.loads((tmp_path / "out" / "alignment_report.json").read_text())
     assert told["pictures"] == {"places": 5, "pictures": 2, "traces": 3}
 
 

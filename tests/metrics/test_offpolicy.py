@@ -31,7 +31,7 @@ def step(seed=0, traces=40, outlier=30.0):
     theta = old + rng.normal(0, 0.05, m)
     advantages = np.repeat(rng.choice([-1.0, 0.0, 0.5], traces), lengths)
     turn = np.concatenate([np.sort(rng.integers(0, 11, n)) for n in lengths])
-    lag = np.repeat(rng.choice([-1, 0, 1, 5, 40], traces), lengths)
+    staleness = np.repeat(rng.choice([-1, 0, 1, 5, 40], traces), lengths)
     return {
         "trace": trace,
         "old": old,
@@ -43,8 +43,8 @@ def step(seed=0, traces=40, outlier=30.0):
         "advantages": advantages,
         "gradient": -advantages * weight / m,
         "turn": turn,
-        "tier": np.repeat(rng.choice([0, 2, 255], traces), lengths).astype(np.uint8),
-        "lag": lag,
+        "alignment_level": np.repeat(rng.choice([0, 2, 255], traces), lengths).astype(np.uint8),
+        "staleness": staleness,
     }
 
 
@@ -57,7 +57,7 @@ def assert_equal(found, expected):
     for name, value in expected.sums.counts.items():
         assert (found.sums.counts[name] == value).all(), name
     for name, value in expected.sums.maxima.items():
-        exact = "pull" not in name  # the largest sum over a trace is a sum
+        exact = "magnitude" not in name  # the largest sum over a trace is a sum
         assert found.sums.maxima[name] == pytest.approx(value, rel=0 if exact else 1e-12, abs=0), name
     for name, value in expected.sums.totals.items():
         assert found.sums.totals[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
@@ -177,7 +177,7 @@ def test_the_numbers_are_worked_by_hand():
     assert (found["weight_mean"], found["weight_min"], found["weight_max"]) == (1.0, 0.5, 1.5)
     assert (found["weight_p5"], found["weight_p99_9"]) == (pytest.approx(0.5, rel=2e-3), 1.5)
     assert (found["advantage_mean"], found["advantage_std"]) == (0.0, 1.0)
-    # |gradient| is 3, 1, 2, 2: trace 7 and trace 3 pull with 4 each
+    # |gradient| is 3, 1, 2, 2: trace 7 and trace 3 have 4 each
     assert (found["gradient_share_positive"], found["gradient_share_negative"]) == (0.5, 0.5)
     assert (found["gradient_largest_trace"], found["gradient_effective_traces"]) == (0.5, 2.0)
 
@@ -250,11 +250,11 @@ def test_outliers_are_clamped_and_counted():
 def test_a_breakdown_names_its_cells_and_adds_up():
     arrays = step()
     found = measured(arrays).values()
-    assert {name.split("/")[1] for name in found if "/tier" in name} == {"tier_T0", "tier_T2", "tier_unknown"}
-    lags = {"lag_0", "lag_1", "lag_4-7", "lag_16+", "lag_unknown"}
-    assert {name.split("/")[1] for name in found if "/lag" in name} == lags
+    assert {name.split("/")[1] for name in found if "/level" in name} == {"level_T0", "level_T2", "level_unknown"}
+    cells = {"staleness_0", "staleness_1", "staleness_4-7", "staleness_16+", "staleness_unknown"}
+    assert {name.split("/")[1] for name in found if "/staleness" in name} == cells
     assert {f"turn_{i}" for i in range(8)} | {"turn_8+"} == {n.split("/")[1] for n in found if "/turn" in n}
-    for cells in ("turn", "tier", "lag"):
+    for cells in ("turn", "level", "staleness"):
         here = {name: value for name, value in found.items() if f"/{cells}_" in name}
         assert (
             sum(v for name, v in here.items() if name.startswith("tokens_with_rollout_logprob/"))
@@ -266,17 +266,23 @@ def test_a_breakdown_names_its_cells_and_adds_up():
 def test_a_cell_says_what_its_terms_alone_say():
     arrays = step()
     found = measured(arrays).values()
-    cells = {"turn_8+": arrays["turn"] >= 8, "lag_1": arrays["lag"] == 1, "tier_T2": arrays["tier"] == 2}
+    cells = {
+        "turn_8+": arrays["turn"] >= 8,
+        "staleness_1": arrays["staleness"] == 1,
+        "level_T2": arrays["alignment_level"] == 2,
+    }
     for cell, at in cells.items():
-        alone = measured({k: v for k, v in arrays.items() if k not in ("turn", "tier", "lag")}, at).values()
+        alone = measured(
+            {k: v for k, v in arrays.items() if k not in ("turn", "alignment_level", "staleness")}, at
+        ).values()
         for name, value in alone.items():
             assert found[f"{name}/{cell}"] == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
 
 
 def test_a_breakdown_into_one_cell_says_nothing_new():
     arrays = step()
-    arrays["tier"] = np.zeros_like(arrays["tier"])
-    assert not [name for name in measured(arrays).values() if "/tier" in name]
+    arrays["alignment_level"] = np.zeros_like(arrays["alignment_level"])
+    assert not [name for name in measured(arrays).values() if "/level" in name]
 
 
 def test_all_names_are_in_the_table():

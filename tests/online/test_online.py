@@ -219,7 +219,7 @@ def test_an_agent_that_only_has_an_address_is_recorded_and_proven(tmp_path):
     assert all(row["weight_check/max"] < 1e-4 and row["rollout_logprob_coverage"] == 1 for row in found.rows)
 
 
-def test_the_pace_keeps_the_players_within_the_lag(tmp_path):
+def test_the_pace_keeps_the_players_within_the_staleness(tmp_path):
     seen, answered = [], []
 
     class Patient(PolicyServer):

@@ -50,10 +50,10 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
     for place, traces in GroupReader(out / "played").read_new():
         number, call = int(traces.groups[0]), json.loads(traces[0].record)["calls"][0]
         played.setdefault(place.file, []).append(number)
-        assert number < 2 * (call["policy_version"] + 2)  # none is begun before lag 1 lets it
+        assert number < 2 * (call["policy_version"] + 2)  # none is begun before staleness 1 lets it
     shares = sorted(({number % 2 for number in numbers} for numbers in played.values()), key=min)
     assert shares == [{0}, {1}]
-    assert 8 <= sum(map(len, played.values())) <= 10  # what lag 1 lets begin, and no more
+    assert 8 <= sum(map(len, played.values())) <= 10  # what staleness 1 lets begin, and no more
     assert sum(len(step.groups) for step in ConsumedGroups(out).steps) == 8
     again = tg.online.replay(
         out,
@@ -170,7 +170,7 @@ class Overtaken(PolicyServer):
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path, where):
-    """With lag 1 four groups are begun; two of the three others are step 1, whose push overtakes the first call."""
+    """With staleness 1 four groups are begun; two of the three others are step 1, whose push overtakes call 1."""
     out = tmp_path / "run"
     seen = None if where == "here" else tmp_path / "seen"
     with Overtaken(seen) as server:

@@ -98,7 +98,7 @@ def test_every_value_of_a_shards_names_that_is_of_another_kind_is_an_error(prepa
     prepared(shard_traces=100)
     shard = tmp_path / "o" / "shard-00000"
     told = json.loads((shard / "sequences.json").read_text())
-    places = [place for place in places_of(told) if place != ("drift", "server_profiles", "vllm")]
+    places = [place for place in places_of(told) if place != ("alignment_report", "server_profiles", "vllm")]
     assert len(places) > 8
     refused = 0
     for place in places:

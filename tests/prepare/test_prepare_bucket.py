@@ -160,7 +160,9 @@ def test_the_command_takes_addresses(s3, example, tmp_path, capsys):
     out = ["--model", str(example / "model"), "--out", "s3://data/seven", "--part-bytes", "1000"]
     assert main(["prepare", "s3://data/in", *out, "--on-error", "skip"]) == 0
     said = capsys.readouterr().out
-    assert "written  s3://data/seven/shard-*, s3://data/seven/drift.json, s3://data/seven/manifest.json" in said
+    assert (
+        "written  s3://data/seven/shard-*, s3://data/seven/alignment_report.json, s3://data/seven/manifest.json" in said
+    )
     for flag in ("--workers", "--part-bytes", "--shard-traces"):
         assert main(["prepare", "s3://data/in", *out, flag, "0"]) == 1
         assert f"{flag} is 0" in capsys.readouterr().err

@@ -214,7 +214,7 @@ def test_a_group_is_in_two_parts_only_where_it_is_longer_than_one(make, tmp_path
     account = make(tmp_path / "o", str(path), part_bytes=most // 4)
     assert account.cut_groups > 0
     assert account.groups == 3
-    said = json.loads((tmp_path / "o" / "drift.json").read_text())
+    said = json.loads((tmp_path / "o" / "alignment_report.json").read_text())
     assert said["groups_in_several_shards"] == account.cut_groups
     assert f"groups   {account.cut_groups} of 3 have traces in several shards" in "\n".join(account.lines())
     assert len(tg.Sequences.load(tmp_path / "o").group_names) == 3

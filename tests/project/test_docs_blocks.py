@@ -73,7 +73,7 @@ def known(folder):
         "rollout": rollout,
         "trace": trace,
         "turn": np.zeros_like(trace),
-        "lag": np.zeros_like(trace),
+        "staleness": np.zeros_like(trace),
         "weight": np.ones_like(rollout),
         "mask": np.ones((2, len(rollout) // 2), bool),
         "all_reduce": lambda values, how: values,
@@ -93,7 +93,7 @@ def given(text, known):
     if "OffPolicySums.of" in text:
         from tracegrad.metrics import OffPolicySums
 
-        arrays = {name: known[name] for name in ("trace", "weight", "turn", "lag")}
+        arrays = {name: known[name] for name in ("trace", "weight", "turn", "staleness")}
         names |= {"OffPolicySums": OffPolicySums, "there": OffPolicySums.of(known["old"], known["rollout"], **arrays)}
     if "Trainer(" in text:
         names |= _trainers(text)

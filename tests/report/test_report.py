@@ -116,14 +116,14 @@ def ids(found):
 
 def hostile(tmp_path):
     s = sequences([1, 1, 2, 3, 4, 6, 7, 99], [False] + [True] * 7, rewards=[1.0], reward_names=(HOSTILE,))
-    drift = replace(
+    report = replace(
         s.alignment_report,
         **{name: np.zeros(1, np.int32) for name in ("trace", "turn", "token", "count")},
         reason=np.zeros(1, np.uint8),
         detail=(HOSTILE,),
         reasons=(HOSTILE,),
     )
-    s = replace(s, trace_ids=(HOSTILE,), group_names=(HOSTILE,), alignment_report=drift)
+    s = replace(s, trace_ids=(HOSTILE,), group_names=(HOSTILE,), alignment_report=report)
     rows = [{"step": 1, "loss": 0.5, HOSTILE: HOSTILE}, {"step": HOSTILE, "loss": HOSTILE}]
     summary = {"seed": HOSTILE, "seconds": {HOSTILE: 1.0}}
     return page(tmp_path, s, terms(range(1, 8), [1] * 7), rows=rows, summary=summary, title=HOSTILE)
@@ -229,7 +229,7 @@ def test_colours_say_which_way_and_how_far(tmp_path):
         clipped=[False, False, True],
     )
     spans = [value for tag, name, value in page(tmp_path, s, step).attributes if tag == "span" and name == "class"]
-    # A gradient below 0 pushes up; colour goes with the square root of the pull: 8 + 8, and 8 - 8 * (1/4) ** 0.5.
+    # A gradient below 0 pushes up; colour goes with the square root of the magnitude: 8 + 8, and 8 - 8 * (1/4) ** 0.5.
     assert [value for value in spans if value.startswith("t ")][-3:] == ["t p16 a16 r16 w0", "t p4 a4 r0", "t w12 c"]
 
 
@@ -437,10 +437,10 @@ def test_success_can_be_added_when_it_is_known(tmp_path):
 def test_tables_show_alignment_levels_and_mismatches(tmp_path):
     s = sequences([5, 5, 5], [False, True, True])
     one = np.zeros(1, np.int32)
-    drift = AlignmentReport(
+    report = AlignmentReport(
         np.zeros(1, np.uint8), one, one, one, one + 4, ("x",), ("R99 made_up",), recorded=2, exact=1
     )
-    found = page(tmp_path, replace(s, alignment_report=drift))
+    found = page(tmp_path, replace(s, alignment_report=report))
     assert "R99 made_up114" in found.text
     assert "50 % of 2 recorded tokens" in found.text
     assert "T0" in found.text
@@ -518,8 +518,8 @@ ANY = st.text(max_size=40) | st.sampled_from([HOSTILE, "<!--success-->", "]]>", 
 def test_whatever_text_a_stranger_wrote_stays_text(tmp_path_factory, title, trace, group, reward, reason, pieces):
     s = sequences(range(len(pieces)), [False] + [True] * (len(pieces) - 1), rewards=[1.0], reward_names=(reward,))
     one = np.zeros(1, np.int32)
-    drift = AlignmentReport(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
-    s = replace(s, trace_ids=(trace,), group_names=(group,), alignment_report=drift)
+    report = AlignmentReport(np.zeros(1, np.uint8), one, one, one, one, (reason,), (reason,), recorded=2, exact=1)
+    s = replace(s, trace_ids=(trace,), group_names=(group,), alignment_report=report)
     tokens = SimpleNamespace(decode_bytes=lambda ids: pieces[ids[0]])
     path = tmp_path_factory.getbasetemp() / "any.html"
     shown = [terms(range(1, len(pieces)), [1.0] * (len(pieces) - 1))] if len(pieces) > 1 else []
@@ -591,10 +591,10 @@ def test_the_interval_of_value_is_drawn_where_it_is_known():
 
 
 def test_examples_are_good_and_bad_ones_of_many_groups():
-    """Six traces of two groups, good ones pull harder: twenty alike would be 0, 1, 2, 3."""
+    """Six traces of two groups, good ones have the larger gradients: twenty alike would be 0, 1, 2, 3."""
     s = sequences([5] * 6, [True] * 6, trace=range(6), cu=range(7), group=[0, 0, 0, 1, 1, 1])
-    pulls, sign = [6.0, 5.0, 0.5, 4.0, 0.4, 0.3], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
-    values = PerToken.of(6, [terms(range(6), pulls, advantages=sign)])
+    magnitudes, sign = [6.0, 5.0, 0.5, 4.0, 0.4, 0.3], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]
+    values = PerToken.of(6, [terms(range(6), magnitudes, advantages=sign)])
     assert [trace for trace, _ in select_examples(s, values, 4)] == [0, 3, 2, 4]
     assert [trace for trace, _ in select_examples(s, values, 9)] == [0, 1, 3, 2, 4, 5]
 

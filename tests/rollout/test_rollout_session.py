@@ -118,7 +118,7 @@ def policy(stand_in, **limits):
     return Policy(Session("a"), stand_in.chat, limits=Limits(**limits), sticky="g7", salt=lambda: "v3")
 
 
-def test_a_conversation_of_tools_aligns_as_sampled_with_no_drift(example):
+def test_a_conversation_of_tools_aligns_as_sampled_with_no_mismatch(example):
     [prompt] = [one for one in prompts(40, "order") if one.stock >= one.quantity][:1]
     stand_in = Scripted(example, good_clerk(prompt))
     import record as quickstart

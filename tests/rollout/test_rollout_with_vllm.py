@@ -1,4 +1,4 @@
-"""The clerk's task played against a real vLLM by every road: exact ids, no drift, and the trainer's logprobs."""
+"""The clerk's task played against a real vLLM by every road: exact ids, no mismatch, and the trainer's logprobs."""
 
 import asyncio
 import functools

@@ -85,7 +85,9 @@ def test_groups_of_which_every_one_stands_in_both_shards_are_trained_as_in_memor
 
 @pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_run_from_shards_resumes_to_the_same_parameters(folder, tmp_path, stop, monkeypatch):
-    monkeypatch.setattr(token_log_writer, "MAX_REPORT_TRACES", 1)  # the pull of the others is in the checkpoint
+    monkeypatch.setattr(
+        token_log_writer, "MAX_REPORT_TRACES", 1
+    )  # the gradient magnitude of the others is in the checkpoint
     changes = {
         "data__holdout": 0.25,
         "train__updates_per_old_logprobs": 3,

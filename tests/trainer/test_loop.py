@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(traces, tmp_path):
         run(traces, tmp_path / "out")
 
 
-def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
+def test_a_row_is_broken_down_by_turn_level_and_staleness():
     from tracegrad.alignment.sequences import Sequences
     from tracegrad.packing import pack
 
@@ -298,7 +298,7 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
         two,
         turn=np.array([-1, 0, 0, 1, -1, 0], np.int32),
         version=np.array([-1, 3, 3, 5, -1, -1], np.int32),
-        tier=np.array([255, 0, 0, 2, 255, 2], np.uint8),
+        alignment_level=np.array([255, 0, 0, 2, 255, 2], np.uint8),
     )
     [step] = pack(two, [1.0, -1.0], tokens_per_row=16)
     assert step.staleness(5).tolist() == [2, 2, 0, -1]
@@ -310,11 +310,11 @@ def test_a_row_is_broken_down_by_turn_tier_and_version_lag():
     assert {name: found[name] for name in found if name.startswith("tokens_with_rollout_logprob/")} == {
         "tokens_with_rollout_logprob/turn_0": 3,
         "tokens_with_rollout_logprob/turn_1": 1,
-        "tokens_with_rollout_logprob/tier_T0": 2,
-        "tokens_with_rollout_logprob/tier_T2": 2,
+        "tokens_with_rollout_logprob/level_T0": 2,
+        "tokens_with_rollout_logprob/level_T2": 2,
         "tokens_with_rollout_logprob/lag_0": 1,
         "tokens_with_rollout_logprob/lag_2": 2,
-        "tokens_with_rollout_logprob/lag_unknown": 1,
+        "tokens_with_rollout_logprob/staleness_unknown": 1,
     }
 
 
@@ -367,16 +367,18 @@ def test_bf16_rounds_the_forward_pass_and_keeps_float32_parameters(traces, tmp_p
 # --- what is refused ---
 
 
-def tiers(traces, tier, share=1.0):
-    """The sequences with the sampled tokens of the first traces in `tier`."""
+def levels(traces, level, share=1.0):
+    """The sequences with the sampled tokens of the first traces at `level`."""
     owner = np.repeat(traces.trace, np.diff(traces.cu_seqlens))
     here = traces.trainable & (owner < share * traces.traces)
     gone = np.where(here, np.nan, traces.rollout_logprobs).astype(np.float32)
-    return replace(traces, tier=np.where(here, tier, traces.tier).astype(np.uint8), rollout_logprobs=gone)
+    return replace(
+        traces, alignment_level=np.where(here, level, traces.alignment_level).astype(np.uint8), rollout_logprobs=gone
+    )
 
 
 def test_text_of_another_model_gets_no_ratio_and_is_told_what_works(traces, tmp_path):
-    foreign = tiers(traces, 6, share=0.5)
+    foreign = levels(traces, 6, share=0.5)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-089.*48.*96.*0.*--objective"):
         run(foreign, tmp_path)
     done, _ = run(foreign, tmp_path / "sft", objective=presets.WEIGHTED_SFT, data__text_only=True)

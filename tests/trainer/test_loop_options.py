@@ -164,7 +164,7 @@ def test_held_out_traces_stay_whatever_a_filter_says():
     assert np.array_equal(feed.eligible, ~feed.held_out & (found.reward >= 0.5))
 
 
-def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_no_lag():
+def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_no_staleness():
     found = sampled(tiny_model(), groups=2)
     rewards, version = found.rewards.copy(), np.where(found.trainable, 3, -1).astype(np.int32)
     rewards[0] = np.nan

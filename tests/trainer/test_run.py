@@ -171,7 +171,7 @@ def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_rea
         Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path).restore()
 
 
-# --- lag ---
+# --- staleness ---
 
 
 def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
@@ -187,13 +187,13 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     run.step(step, version=6)
     row = run.metrics()
     assert (row["staleness_mean"], row["staleness_max"]) == (pytest.approx((3 + 3 + 1) / 3), 3)
-    assert {k: row[k] for k in row if k.startswith("tokens_with_rollout_logprob/lag")} == {
-        "tokens_with_rollout_logprob/lag_1": 1,
-        "tokens_with_rollout_logprob/lag_3": 2,
-        "tokens_with_rollout_logprob/lag_unknown": 1,
+    assert {k: row[k] for k in row if k.startswith("tokens_with_rollout_logprob/staleness")} == {
+        "tokens_with_rollout_logprob/staleness_1": 1,
+        "tokens_with_rollout_logprob/staleness_3": 2,
+        "tokens_with_rollout_logprob/staleness_unknown": 1,
     }
     run.step(step)
-    assert not [name for name in run.metrics() if "lag" in name and "unknown" not in name]
+    assert not [name for name in run.metrics() if "/staleness" in name and "unknown" not in name]
     with pytest.raises(ArgumentError, match=r"TG-PACK-003.*4.*5"):
         run.step(step, version=4)
     assert run.steps_done == 2

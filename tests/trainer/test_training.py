@@ -70,10 +70,10 @@ def test_an_objective_by_value_and_tokens_that_are_aligned(traces, example, tmp_
 
 
 def test_a_loss_of_ones_own(traces, example, tmp_path):
-    def pull(view):
+    def squared_error(view):
         return view.ratio * view.advantages
 
-    mine = Objective(pull, Ratio("theta", "rollout"))
+    mine = Objective(squared_error, Ratio("theta", "rollout"))
     done = tg.train(
         example / "model", traces, out=tmp_path, objective=mine, options=OPTIONS, sinks=(), log=lambda line: None
     )
@@ -95,7 +95,7 @@ def test_prepared_folders_are_trained_from_as_the_file_they_are_of(traces, examp
     assert rows(tmp_path / "folder") == rows(tmp_path / "file") == rows(tmp_path / "opened")
     assert done.step == whole.step == opened.step
     files, folders = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("file", "folder"))
-    for name in ("traces", "groups", "tokens", "terms", "tiers", "drift", "recorded", "exact"):
+    for name in ("traces", "groups", "tokens", "terms", "levels", "alignment_report", "recorded", "exact"):
         assert folders[name] == files[name], name
     pages = [(tmp_path / name / "report.html").read_text() for name in ("file", "folder")]
     parts = [page[page.index('<section id="traces">') : page.index("<script>")] for page in pages]

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 import tracegrad as tg
 from tracegrad import _core, config, recipes
 from tracegrad.cli import main
-from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
+from tracegrad.data.codes import LEVEL_TEXT, MISMATCH_TEXT
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.online.buffer import GroupWriter
 from tracegrad.storage import manifest
@@ -188,7 +188,10 @@ def test_with_a_model_levels_mismatches_and_tokens_are_those_of_align(tmp_path):
         whole(opened)
         traces = tg.read(source, limit=40)
         sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL), on_error="skip", allow_unknown_ids=True)
-        worst = [max(sequences.tier[a:b][sequences.tier[a:b] < 255], default=np.nan) for a, b in _spans(sequences)]
+        worst = [
+            max(sequences.alignment_level[a:b][sequences.alignment_level[a:b] < 255], default=np.nan)
+            for a, b in _spans(sequences)
+        ]
         np.testing.assert_array_equal(opened.columns()["level"][:40], np.array(worst, np.float32))
         n = int(np.flatnonzero(opened.columns()["mismatches"] > 0)[0])
         assert re.search("<b>R[0-9]{2} ", pieces.trace(opened, n)["mismatches"])
@@ -304,7 +307,7 @@ def test_runs_have_their_state_and_the_settings_that_differ(tmp_path):
     now = time.time()
     assert state_of(tmp_path / "a", now) == "running"
     assert state_of(tmp_path / "a", now + 999) == "stopped"
-    (tmp_path / "a" / "summary.json").write_text(json.dumps({"stopped": "done", "drift": {"R01 <b>": 1}}))
+    (tmp_path / "a" / "summary.json").write_text(json.dumps({"stopped": "done", "alignment_report": {"R01 <b>": 1}}))
     assert state_of(tmp_path / "a", now) == "done"
     html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
     assert "<td>optimizer.lr</td><td>0.1</td><td>0.2</td>" in html
@@ -354,9 +357,9 @@ def test_ids_are_found_whole_and_in_part(session):
 def test_columns_tags_levels_and_reasons_have_their_sentences(session, client):
     meanings = client.get("/secret/state").json()["meanings"]
     assert not set(session.columns()) - {"group"} - meanings.keys()
-    assert meanings["level:T6"] == f"Alignment level T6: {TIER_TEXT['T6']}."
+    assert meanings["level:T6"] == f"Alignment level T6: {LEVEL_TEXT['T6']}."
     assert meanings["mismatch:R18 date_injected"] == "Mismatch R18: the template prints a date."
-    assert set(MISMATCH_TEXT) == set(_core.DRIFT_REASONS[1:])
+    assert set(MISMATCH_TEXT) == set(_core.MISMATCH_REASONS[1:])
     for text in meanings.values():
         assert text.endswith(".")
 
@@ -453,7 +456,9 @@ def test_all_settings_that_differ_and_the_mismatches_of_two_runs_are_tables(tmp_
     counts = {"a": {"R18 date_injected": {"traces": 2, "tokens": 1234}}, "b": {"R01 noncanonical_bpe": {"traces": 5}}}
     for name, report in counts.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(json.dumps({"drift": report, "recorded": 200, "exact": 150}))
+        (tmp_path / name / "summary.json").write_text(
+            json.dumps({"alignment_report": report, "recorded": 200, "exact": 150})
+        )
     monkeypatch.setattr(runs, "_config", lambda path: {f"setting.{n}": f"{path.name}{n}" for n in range(99)})
     html = page([tmp_path / "a", tmp_path / "b"], ["a", "b"])
     for n in range(99):

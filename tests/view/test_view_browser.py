@@ -21,7 +21,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 
 import tracegrad as tg
 from tracegrad.config import load
-from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
+from tracegrad.data.codes import LEVEL_TEXT, MISMATCH_TEXT
 from tracegrad.online.buffer import GroupWriter
 from tracegrad.view import Viewer, export_page
 from tracegrad.view.app import application
@@ -337,7 +337,7 @@ def test_ids_are_found_and_distinguishable_on_a_narrow_page(page, small):
 def test_levels_reasons_and_staleness_have_a_sentence(page, url, small):
     page.goto(small)
     says(page, "40 traces")
-    level = f"Alignment level T0: {TIER_TEXT['T0']}."
+    level = f"Alignment level T0: {LEVEL_TEXT['T0']}."
     assert page.locator(f'.row [title="{level}"]').count() > 5
     assert "Policy versions between" in page.locator("[data-sort=staleness]").get_attribute("title")
     page.keyboard.press("Enter")

@@ -273,7 +273,9 @@ def test_a_run_whose_numbers_are_odd_is_shown(tmp_path):
     ]
     lines = [f'{{"step": {value}, "reward": {value}, "loss": {value}, "eval_reward": {value}}}' for value in odd]
     summary = {"before": {"success": "x", "ci95": [1, None]}, "after": {"success": 1e999, "ci95": ["a", "b"]}}
-    (run / "summary.json").write_text(json.dumps({**summary, "drift": {"x": 10**400}, "recorded": "x", "exact": [1]}))
+    (run / "summary.json").write_text(
+        json.dumps({**summary, "alignment_report": {"x": 10**400}, "recorded": "x", "exact": [1]})
+    )
     (run / "doctor.json").write_text(json.dumps({"findings": [1, {"count": 10**400, "title": None}]}))
     for number in range(len(lines)):
         (run / "metrics.jsonl").write_text("\n".join(lines[: number + 1]) + "\n")

@@ -26,7 +26,7 @@ class RecoveredIds:
 
     Args:
         ids: [S] int32, -1 if the record does not determine the id.
-        tier: [S] uint8, index into `codes.TIERS`.
+        alignment_level: [S] uint8, index into `codes.LEVELS`.
         logprobs: [S] float32, nats, NaN if not recorded.
         cu_tokens: [G+1] int64: generation g is tokens cu_tokens[g]:cu_tokens[g+1]. It is empty if the record lists no
             tokens, or tokens of another tokenizer.
@@ -36,7 +36,7 @@ class RecoveredIds:
     """
 
     ids: NDArray[np.int32]
-    tier: NDArray[np.uint8]
+    alignment_level: NDArray[np.uint8]
     logprobs: NDArray[np.float32]
     cu_tokens: NDArray[np.int64]
     trace: NDArray[np.int32]
@@ -88,9 +88,10 @@ def align(
         strict: in align mode, mask all tokens of a turn after the first one that differs from the sampled token,
             because the policy saw other ids there.
         allow_unknown_ids: after an unknown id, continue with the canonical tokens of its text, untrained and counted.
-        text_only: make text without logprobs (tier T6) trainable, for weighted fine-tuning.
+        text_only: make text without logprobs (level T6) trainable, for weighted fine-tuning.
         assume_canonical: train on the canonical tokens of a text or message whose tokens are not recorded, if their
-            number equals the number of logprobs (tiers T4 and T5). They are often, but not certainly, the sampled ones.
+            number equals the number of logprobs (levels T4 and T5). They are often, but not certainly, the sampled
+            ones.
         logprob_kind: the kind of the logprobs ("raw", "processed", "unknown"); it overrides the records.
         sampling_defaults: the servers' values of sampling options that a request leaves out, such as
             {"temperature": 0.6, "top_k": 20}; None: temperature 1 and no other option. `sampling.model_defaults` reads
@@ -155,8 +156,10 @@ def align(
         sampling_defaults=_defaults(sampling_defaults),
     )
     spans = fields.pop("images")
-    columns = {name[6:]: fields.pop(name) for name in list(fields) if name.startswith("drift_")}
-    drift = AlignmentReport(
+    columns = {
+        name.removeprefix("mismatch_"): fields.pop(name) for name in list(fields) if name.startswith("mismatch_")
+    }
+    report = AlignmentReport(
         **{**columns, "reason": columns["reason"].astype(np.uint8), "detail": tuple(columns["detail"])},
         recorded=fields.pop("recorded"),
         exact=fields.pop("exact"),
@@ -165,7 +168,7 @@ def align(
         server_profiles=fields.pop("servers"),
     )
     if mode == "splice":
-        fields["trainable"] = fields["trainable"] & ~find_wrong_context(core, tokenizer, drift, fields)
+        fields["trainable"] = fields["trainable"] & ~find_wrong_context(core, tokenizer, report, fields)
     names: dict[str, Any] = {name: tuple(fields.pop(name)) for name in ("reward_names", "group_names", "trace_ids")}
     fields["rewards"] = fields["rewards"].reshape(-1, len(names["reward_names"]))
     extra_columns = fields.pop("extras").items()
@@ -176,7 +179,7 @@ def align(
         for name, column in extra_columns
     }
     images = _images(spans, rule, table) if rule and spans else None
-    return Sequences(**fields, **names, alignment_report=drift, extras=extras, images=images)
+    return Sequences(**fields, **names, alignment_report=report, extras=extras, images=images)
 
 
 class CoreImageRule(NamedTuple):

@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from tracegrad import _core, _html
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import SAMPLED, TIERS
+from tracegrad.data.codes import LEVELS, SAMPLED
 
 REFORMATTED, INCOMPLETE = 13, 28  # R13, R28
 GAP = "the listed tokens spell"
 """Start of the detail of an R28 whose tokens lack a part of the message. Other R28 are streams without an end."""
-SPELLED = [TIERS.index(name) for name in ("T2", "T3")]
-"""Tiers of tokens that are recorded as texts or bytes: a server may list only the tokens of the content."""
+SPELLED = [LEVELS.index(name) for name in ("T2", "T3")]
+"""Levels of tokens that are recorded as texts or bytes: a server may list only the tokens of the content."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,7 +31,7 @@ class AlignmentReport:
         detail: D strings, a description of each finding.
         reasons: all reasons by code, `R01 noncanonical_bpe` and so on.
         recorded: number of sampled tokens in the records.
-        exact: number of these with an exact id (tiers T0 to T3), a logprob, and a known prompt.
+        exact: number of these with an exact id (levels T0 to T3), a logprob, and a known prompt.
         errors: one line for each trace that could not be aligned and was left out.
         left_out: the row of the trace of each error, among the traces that `align` got; not saved.
         server_profiles: number of traces with a rendered prompt, by the server whose rules were used: `vllm`, or `vllm
@@ -53,7 +53,7 @@ class AlignmentReport:
     token: NDArray[np.int32]
     count: NDArray[np.int32]
     detail: tuple[str, ...]
-    reasons: tuple[str, ...] = tuple(_core.DRIFT_REASONS)
+    reasons: tuple[str, ...] = tuple(_core.MISMATCH_REASONS)
     recorded: int = 0
     exact: int = 0
     errors: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ def lacks_tool_call(message: Mapping[str, Any], text: str) -> bool:
 
 
 def find_wrong_context(
-    traces: _core.Traces, tokenizer: Tokenizer, drift: AlignmentReport, columns: Mapping[str, NDArray[Any]]
+    traces: _core.Traces, tokenizer: Tokenizer, report: AlignmentReport, columns: Mapping[str, NDArray[Any]]
 ) -> NDArray[np.bool_]:
     """Return [T] bool: tokens with another context than at sampling, because the record lists only a part of a turn.
 
@@ -117,14 +117,14 @@ def find_wrong_context(
     all later tokens of its branch, without the turn.
     """
     mask = np.zeros(len(columns["ids"]), bool)
-    rows_to_check = np.flatnonzero(np.isin(drift.reason, (REFORMATTED, INCOMPLETE)) & (drift.turn >= 0))
+    rows_to_check = np.flatnonzero(np.isin(report.reason, (REFORMATTED, INCOMPLETE)) & (report.turn >= 0))
     if not len(rows_to_check):
         return mask
-    cu, trace_rows = columns["cu_seqlens"], np.delete(np.arange(len(traces)), drift.left_out)
+    cu, trace_rows = columns["cu_seqlens"], np.delete(np.arange(len(traces)), report.left_out)
     messages: tuple[int, list[dict[str, Any]]] = (-1, [])
     for finding in rows_to_check:
-        row, turn, has_gap = int(drift.trace[finding]), int(drift.turn[finding]), drift.reason[finding] == INCOMPLETE
-        if has_gap and not drift.detail[finding].startswith(GAP):
+        row, turn, has_gap = int(report.trace[finding]), int(report.turn[finding]), report.reason[finding] == INCOMPLETE
+        if has_gap and not report.detail[finding].startswith(GAP):
             continue
         for branch in range(*np.searchsorted(columns["trace"], (row, row + 1))):
             tokens = slice(int(cu[branch]), int(cu[branch + 1]))
@@ -138,7 +138,7 @@ def find_wrong_context(
             )
             if not (columns["source"][later] == SAMPLED).any():
                 continue
-            if not has_gap and not np.isin(columns["tier"][turn_tokens], SPELLED).all():
+            if not has_gap and not np.isin(columns["alignment_level"][turn_tokens], SPELLED).all():
                 continue
             if not has_gap and messages[0] != row:
                 messages = row, turn_messages(traces, int(trace_rows[row]))

@@ -17,7 +17,7 @@ from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import AlignmentReport, empty_report
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.data import to_arrow
-from tracegrad.data.codes import ENDINGS, LOGPROB_KINDS, MEDIA, NO_TIER, PROMPT, SAMPLED, TEXT_ONLY, TIER_TEXT, TIERS
+from tracegrad.data.codes import ENDINGS, LEVEL_TEXT, LEVELS, LOGPROB_KINDS, MEDIA, NO_LEVEL, PROMPT, SAMPLED, TEXT_ONLY
 from tracegrad.errors import ArgumentError
 from tracegrad.images import ImageSpans
 from tracegrad.storage import download
@@ -102,7 +102,7 @@ class Sequences:
         rollout_logprobs: [T] float32, nats, NaN if unknown.
         turn: [T] int32: the generation of the trace that sampled the token, -1 if it was not sampled.
         version: [T] int32: the policy version that sampled the token, -1 unknown.
-        tier: [T] uint8: index into `TIERS`, 255 if the token was not sampled.
+        alignment_level: [T] uint8: index into `LEVELS`, 255 if the token was not sampled.
         inv_temperature: [T] float32: 1 for raw logprobs, 1/temperature for processed ones.
         cu_seqlens: [N+1] int64: branch n is tokens cu_seqlens[n]:cu_seqlens[n+1].
         trace: [N] int32: the trace of each branch; branches of a trace are adjacent and in order.
@@ -144,7 +144,7 @@ class Sequences:
     rollout_logprobs: NDArray[np.float32]
     turn: NDArray[np.int32]
     version: NDArray[np.int32]
-    tier: NDArray[np.uint8]
+    alignment_level: NDArray[np.uint8]
     inv_temperature: NDArray[np.float32]
     cu_seqlens: NDArray[np.int64]
     trace: NDArray[np.int32]
@@ -187,14 +187,16 @@ class Sequences:
         """[M] int64: positions of the trainable tokens, in order."""
         return np.flatnonzero(self.trainable)
 
-    def tiers(self) -> dict[str, dict[str, int]]:
-        """Return for each tier the number of sampled tokens, of trainable tokens, and of generations with one."""
+    def levels(self) -> dict[str, dict[str, int]]:
+        """Return for each level the number of sampled tokens, of trainable tokens, and of generations with one."""
         owner = np.repeat(self.trace, np.diff(self.cu_seqlens)).astype(np.int64)
         generation = self.cu_turns[owner] + self.turn
         table: dict[str, dict[str, int]] = {}
-        for code, name in enumerate(TIERS):
+        for code, name in enumerate(LEVELS):
             # Later branches repeat a sampled token without its logprob, not trainable: count it once.
-            selected = (self.tier == code) & (self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY))
+            selected = (self.alignment_level == code) & (
+                self.trainable | ~np.isnan(self.rollout_logprobs) | (code == TEXT_ONLY)
+            )
             if selected.any():
                 table[name] = {
                     "tokens": int(selected.sum()),
@@ -210,18 +212,18 @@ class Sequences:
 
     def __repr__(self) -> str:
         size = f"{self.traces} traces, {self.branches} branches, {self.tokens} tokens"
-        return f"Sequences({size}, {int(self.trainable.sum())} trainable, drift {self.alignment_report.rate:.3%})"
+        return f"Sequences({size}, {int(self.trainable.sum())} trainable, {self.alignment_report.rate:.3%} inexact)"
 
     def _repr_html_(self) -> str:
-        tiers = [(name, TIER_TEXT[name], *counts.values()) for name, counts in self.tiers().items()]
-        return _html.table(repr(self), ("tier", "", "tokens", "trainable", "generations"), tiers)
+        levels = [(name, LEVEL_TEXT[name], *counts.values()) for name, counts in self.levels().items()]
+        return _html.table(repr(self), ("alignment level", "", "tokens", "trainable", "generations"), levels)
 
     def to_arrow(self, rows: Literal["trace", "token"] = "trace") -> Any:
         """Return a `pyarrow.Table` with one row per trace, or one row per token; unknown values are null.
 
         Columns of traces: trace, group, a column for each reward, branches, tokens, terms, turns, logprob_kind,
-        temperature, ending, findings (in `drift`). Columns of tokens: trace, branch, position (in its branch), the
-        arrays per token, and extras of one dimension.
+        temperature, ending, findings (in `alignment_report`). Columns of tokens: trace, branch, position (in its
+        branch), the arrays per token, and extras of one dimension.
 
         Raises:
             ArgumentError: if `per` is neither, or pyarrow is not installed.
@@ -341,7 +343,7 @@ class Sequences:
             version=np.full(count, -1, np.int32)
             if version is None
             else _validation.integers(version, "version", np.int32, length=count),
-            tier=np.where(keep, 0, NO_TIER).astype(np.uint8),
+            alignment_level=np.where(keep, 0, NO_LEVEL).astype(np.uint8),
             inv_temperature=np.ones(count, np.float32)
             if inv_temperature is None
             else _validation.floats(inv_temperature, "inv_temperature", np.float32, length=count),
@@ -380,12 +382,12 @@ class Sequences:
         """Return the fields in the form that `store` writes."""
         names = {name: getattr(self, name) for name in store.NAMES}
         columns = {name: getattr(self, name) for name in store.COLUMNS}
-        columns |= {f"drift.{name}": getattr(self.alignment_report, name) for name in store.DRIFT_COLUMNS}
-        drift = {
+        columns |= {f"mismatches.{name}": getattr(self.alignment_report, name) for name in store.MISMATCH_COLUMNS}
+        report = {
             name: getattr(self.alignment_report, name) for name in ("detail", "reasons", "recorded", "exact", "errors")
         }
-        drift["server_profiles"] = dict(self.alignment_report.server_profiles)
-        return store.StoredSequences(columns, dict(self.extras), names, drift, self.images)
+        report["server_profiles"] = dict(self.alignment_report.server_profiles)
+        return store.StoredSequences(columns, dict(self.extras), names, report, self.images)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
@@ -409,10 +411,10 @@ class Sequences:
     def of_stored(cls, found: store.StoredSequences) -> "Sequences":
         """Create sequences from the result of `stored`."""
         columns: dict[str, Any] = {**found.columns, **found.names}
-        drift = {name: columns.pop(f"drift.{name}") for name in store.DRIFT_COLUMNS}
+        mismatches = {name: columns.pop(f"mismatches.{name}") for name in store.MISMATCH_COLUMNS}
         return cls(
             **columns,
             extras=found.extras,
-            alignment_report=AlignmentReport(**drift, **found.drift),
+            alignment_report=AlignmentReport(**mismatches, **found.alignment_report),
             images=found.images,
         )

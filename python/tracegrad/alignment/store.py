@@ -1,8 +1,8 @@
 """Save and load `Sequences`, and check their columns.
 
 A folder contains the arrays as a safetensors file, names and details as JSON, and `traces.safetensors` with one row per
-trace (lengths, counts of trained tokens, tiers, versions, rewards, hashes of names). Planning a run reads only
-`traces.safetensors`.
+trace (lengths, counts of trained tokens, alignment levels, versions, rewards, hashes of names). Planning a run reads
+only `traces.safetensors`.
 """
 
 import json
@@ -17,17 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.ragged import Ragged
-from tracegrad.data.codes import MEDIA, NO_TIER, TEXT_ONLY
+from tracegrad.data.codes import MEDIA, NO_LEVEL, TEXT_ONLY
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.images import ImageRule, ImageSpans, image_files
 from tracegrad.storage import manifest, safetensors_file
 
 Array = NDArray[Any]
 
-DRIFT_COLUMNS = ("reason", "trace", "turn", "token", "count")
+MISMATCH_COLUMNS = ("reason", "trace", "turn", "token", "count")
 _MOST_LOGPROB = 1e-3  # tolerance for float32 rounding above 0, as in `Sequences.from_arrays`
 _CHUNK = 1 << 16
-_DRIFT = dict.fromkeys(DRIFT_COLUMNS, np.int32) | {"reason": np.uint8}
+_MISMATCHES = dict.fromkeys(MISMATCH_COLUMNS, np.int32) | {"reason": np.uint8}
 _TOKENS = {
     "ids": np.int32,
     "source": np.uint8,
@@ -35,7 +35,7 @@ _TOKENS = {
     "rollout_logprobs": np.float32,
     "turn": np.int32,
     "version": np.int32,
-    "tier": np.uint8,
+    "alignment_level": np.uint8,
     "inv_temperature": np.float32,
 }
 _TRACES = {
@@ -51,20 +51,20 @@ COLUMNS: dict[str, Any] = {**_TOKENS, **_TRACES, **OFFSETS, "trace": np.int32, "
 
 
 class StoredSequences(NamedTuple):
-    """The fields of `Sequences` and its `AlignmentReport`, whose arrays are in `columns` as `drift.reason` and so
+    """The fields of `Sequences` and its `AlignmentReport`, whose arrays are in `columns` as `mismatches.reason` and so
     on."""
 
     columns: dict[str, Array]
     extras: dict[str, Array | Ragged]
     names: dict[str, tuple[str, ...]]
-    drift: dict[str, Any]
+    alignment_report: dict[str, Any]
     images: ImageSpans | None = None
 
 
 def find_problem(stored: StoredSequences) -> str | None:
     """Describe the first array with an invalid dtype, shape or value, in a sentence; None if all are valid."""
     problem = _wrong_shape(stored) or _wrong_index(stored.columns, stored.names)
-    problem = problem or _wrong_value(stored.columns) or _wrong_drift(stored)
+    problem = problem or _wrong_value(stored.columns) or _find_report_problem(stored)
     if problem or stored.images is None:
         return problem
     return image_files.find_problem(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
@@ -75,8 +75,8 @@ def _wrong_shape(stored: StoredSequences) -> str | None:
     tokens, branches, traces = (len(columns[name]) if columns[name].ndim else -1 for name in ("ids", "trace", "group"))
     lengths = dict.fromkeys(_TOKENS, tokens) | dict.fromkeys(_TRACES, traces)
     lengths |= {"cu_seqlens": branches + 1, "cu_turns": traces + 1}
-    lengths |= {f"drift.{name}": len(stored.drift["detail"]) for name in DRIFT_COLUMNS}
-    dtypes: Mapping[str, Any] = COLUMNS | {f"drift.{name}": dtype for name, dtype in _DRIFT.items()}
+    lengths |= {f"mismatches.{name}": len(stored.alignment_report["detail"]) for name in MISMATCH_COLUMNS}
+    dtypes: Mapping[str, Any] = COLUMNS | {f"mismatches.{name}": dtype for name, dtype in _MISMATCHES.items()}
     for name, array in columns.items():
         if array.dtype != dtypes[name] or array.ndim != (2 if name == "rewards" else 1):
             return f"{name} is {array.dtype} of shape {array.shape}, not {np.dtype(dtypes[name])}."
@@ -113,20 +113,20 @@ def _wrong_index(columns: Mapping[str, Array], names: Mapping[str, tuple[str, ..
 
 def _wrong_value(columns: Mapping[str, Array]) -> str | None:
     """Describe the first array with an invalid value; None if there is none."""
-    tier = columns["tier"]
+    level = columns["alignment_level"]
     if columns["trainable"].size and columns["trainable"].view(np.uint8).max() > 1:
         return "trainable has bytes other than 0 and 1."
     for name, low, high in (("ids", 0, None), ("source", 0, 2), ("logprob_kind", 0, 2), ("ending", 0, 2)):
         if not _within(columns[name], low, high):
             return f"{name} has values below {low}{'' if high is None else f' or above {high}'}."
-    if np.any((tier > 6) & (tier != 255)):
-        return "tier has values that are none (0 to 6, or 255)."
+    if np.any((level > 6) & (level != 255)):
+        return "alignment_level has values that are none (0 to 6, or 255)."
     if not _between(columns["inv_temperature"], 0.0):
         return "inv_temperature has values that are not above 0 and finite."
     for name in ("rewards", "turn_rewards", "temperature"):
         if np.isinf(columns[name]).any():
             return f"{name} has infinite values."
-    for start in range(0, len(tier), _CHUNK):  # in parts, so that the masks stay in the cache
+    for start in range(0, len(level), _CHUNK):  # in parts, so that the masks stay in the cache
         logprobs = columns["rollout_logprobs"][start : start + _CHUNK]
         invalid = ~((logprobs <= _MOST_LOGPROB) & (logprobs > -np.inf) | np.isnan(logprobs))
         if np.any(invalid & columns["trainable"][start : start + _CHUNK]):
@@ -134,15 +134,15 @@ def _wrong_value(columns: Mapping[str, Array]) -> str | None:
     return None
 
 
-def _wrong_drift(stored: StoredSequences) -> str | None:
+def _find_report_problem(stored: StoredSequences) -> str | None:
     columns, traces = stored.columns, len(stored.columns["group"])
-    if not all(re.fullmatch(r"R\d\d [a-z0-9_]{1,60}", name) for name in stored.drift["reasons"]):
-        return "drift.reasons are not names like `R01 noncanonical_bpe`."
-    highest = {"reason": len(stored.drift["reasons"]) - 1, "trace": traces - 1}
+    if not all(re.fullmatch(r"R\d\d [a-z0-9_]{1,60}", name) for name in stored.alignment_report["reasons"]):
+        return "reasons of the alignment report are not names like `R01 noncanonical_bpe`."
+    highest = {"reason": len(stored.alignment_report["reasons"]) - 1, "trace": traces - 1}
     lowest = {"reason": 0, "trace": 0, "count": None}
-    for name in DRIFT_COLUMNS:
-        if not _within(columns[f"drift.{name}"], lowest.get(name, -1), highest.get(name)):
-            return f"drift.{name} leads out of what it points at."
+    for name in MISMATCH_COLUMNS:
+        if not _within(columns[f"mismatches.{name}"], lowest.get(name, -1), highest.get(name)):
+            return f"mismatches.{name} leads out of what it points at."
     return None
 
 
@@ -168,7 +168,7 @@ TRACE_COLUMNS: dict[str, Any] = {
     "terms": np.int32,
     "known": np.int32,
     "turns": np.int32,
-    "tier": np.uint8,
+    "alignment_level": np.uint8,
     "foreign": np.bool_,
     "version_min": np.int32,
     "version_max": np.int32,
@@ -202,8 +202,8 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
         branches, tokens, longest: [R] int32: number of branches, of tokens in all branches, of tokens in the longest.
         terms, known: [R] int32: trained tokens, and trained tokens with a finite rollout logprob.
         turns: [R] int32: generations.
-        tier: [R] uint8: the worst tier of the trained tokens, 255 if there are none. foreign: [R] bool: whether any
-            token is text only (T6).
+        alignment_level: [R] uint8: the worst level of the trained tokens, 255 if there are none.
+        foreign: [R] bool: whether any token is text only (T6).
         version_min, version_max: [R] int32: of the trained tokens. version_min is -1 if one version is unknown,
             version_max if all are.
         rewards: [R, K] float32. logprob_kind, temperature, reshaped, ending: [R], as in `Sequences`.
@@ -235,10 +235,10 @@ def count_traces(stored: StoredSequences) -> dict[str, Array]:
     cut = columns["cu_seqlens"][first]  # the first token of each trace
     terms = np.flatnonzero(columns["trainable"])
     term_cut = np.searchsorted(terms, cut)
-    tier, version = columns["tier"][terms], columns["version"][terms]
-    tier = np.where(tier == NO_TIER, -1, tier.astype(np.int16))
+    level, version = columns["alignment_level"][terms], columns["version"][terms]
+    level = np.where(level == NO_LEVEL, -1, level.astype(np.int16))
     media = np.zeros(traces, np.bool_)
-    media[columns["drift.trace"][np.isin(columns["drift.reason"], MEDIA)]] = True
+    media[columns["mismatches.trace"][np.isin(columns["mismatches.reason"], MEDIA)]] = True
     counts = {
         "branches": np.diff(first),
         "tokens": np.diff(cut),
@@ -246,15 +246,15 @@ def count_traces(stored: StoredSequences) -> dict[str, Array]:
         "terms": np.diff(term_cut),
         "known": _reduce_ranges(np.add, np.isfinite(columns["rollout_logprobs"][terms]).astype(np.int64), term_cut, 0),
         "turns": np.diff(columns["cu_turns"]),
-        "tier": _reduce_ranges(np.maximum, tier, term_cut, -1),
-        "foreign": _reduce_ranges(np.logical_or, columns["tier"] == TEXT_ONLY, cut, False),
+        "alignment_level": _reduce_ranges(np.maximum, level, term_cut, -1),
+        "foreign": _reduce_ranges(np.logical_or, columns["alignment_level"] == TEXT_ONLY, cut, False),
         "version_min": _reduce_ranges(np.minimum, version, term_cut, -1),
         "version_max": _reduce_ranges(np.maximum, version, term_cut, -1),
         **{name: columns[name] for name in ("rewards", "logprob_kind", "temperature", "reshaped", "ending")},
         "max_id": _reduce_ranges(np.maximum, columns["ids"], cut, -1),
         "media": media,
     }
-    counts["tier"] = np.where(counts["tier"] < 0, NO_TIER, counts["tier"])
+    counts["alignment_level"] = np.where(counts["alignment_level"] < 0, NO_LEVEL, counts["alignment_level"])
     return {name: np.asarray(column).astype(TRACE_COLUMNS[name]) for name, column in counts.items()}
 
 
@@ -314,7 +314,7 @@ def _reduce_ranges(ufunc: np.ufunc, values: Array, offsets: Array, empty: Any) -
     return result
 
 
-_FORMAT = "tracegrad-sequences/1"
+_FORMAT = "tracegrad-sequences/2"
 _ARRAYS, _TABLE = "sequences.safetensors", "sequences.json"
 _CURE = "The files were changed; prepare the traces again."
 
@@ -352,7 +352,7 @@ def write(folder: Path, stored: StoredSequences) -> None:
             arrays |= {f"ragged.{name}": extra.values, f"ragged.{name}.offsets": extra.offsets}
         else:
             arrays[f"extra.{name}"] = extra
-    table: dict[str, Any] = {"format": _FORMAT, **stored.names, "drift": stored.drift}
+    table: dict[str, Any] = {"format": _FORMAT, **stored.names, "alignment_report": stored.alignment_report}
     files = {}
     if stored.images is not None:
         images = image_files.drop_unused(stored.images)
@@ -428,16 +428,17 @@ def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check:
         )
         table = json.loads(text)
         names = {name: _names(table[name]) for name in NAMES}
-        drift: dict[str, Any] = {name: _strings(table["drift"][name]) for name in ("detail", "reasons", "errors")}
-        drift |= {name: manifest.count(table["drift"][name]) for name in ("recorded", "exact")}
-        drift["server_profiles"] = _counts(table["drift"].get("server_profiles", {}))  # earlier versions lack it
+        stored_report = table["alignment_report"]
+        report: dict[str, Any] = {name: _strings(stored_report[name]) for name in ("detail", "reasons", "errors")}
+        report |= {name: manifest.count(stored_report[name]) for name in ("recorded", "exact")}
+        report["server_profiles"] = _counts(stored_report.get("server_profiles", {}))  # earlier versions lack it
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown; earlier versions lack it
-        columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"drift.{name}" for name in DRIFT_COLUMNS))}
+        columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"mismatches.{name}" for name in MISMATCH_COLUMNS))}
         images = None
         if image_files.MEDIA in folder_manifest.files:
             images = image_files.images_of(arrays, ImageRule.of_dict(table["pictures"]), folder)
             arrays = {name: array for name, array in arrays.items() if not name.startswith(image_files.PREFIX)}
-        stored = StoredSequences(columns, _extras(arrays), names, drift, images)
+        stored = StoredSequences(columns, _extras(arrays), names, report, images)
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -492,11 +493,11 @@ def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
             raise FormatError(f"TG-ALIGN-023: some shards have {name} and others have none. {_CURE}")
     if any(part.names["reward_names"] != first.names["reward_names"] for part in parts):
         raise FormatError("TG-ALIGN-024: the shards have different rewards. Prepare them with the same options.")
-    if any(part.drift["reasons"] != first.drift["reasons"] for part in parts):
+    if any(part.alignment_report["reasons"] != first.alignment_report["reasons"] for part in parts):
         raise FormatError("TG-ALIGN-025: the shards were written by different versions. Prepare them with one.")
     columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns}
     rows = np.cumsum([0, *(len(part.columns["group"]) for part in parts)]).astype(np.int32)
-    for name in ("trace", "drift.trace"):
+    for name in ("trace", "mismatches.trace"):
         columns[name] = np.concatenate([part.columns[name] + row for part, row in zip(parts, rows, strict=False)])
     for name in OFFSETS:
         lengths = np.concatenate([np.diff(part.columns[name]) for part in parts])
@@ -515,10 +516,10 @@ def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
         },
         {**names, "group_names": tuple(number), "reward_names": first.names["reward_names"]},
         {
-            "reasons": first.drift["reasons"],
-            **{name: tuple(chain(*(part.drift[name] for part in parts))) for name in ("detail", "errors")},
-            **{name: sum(part.drift[name] for part in parts) for name in ("recorded", "exact")},
-            "server_profiles": _sum_counts([part.drift["server_profiles"] for part in parts]),
+            "reasons": first.alignment_report["reasons"],
+            **{name: tuple(chain(*(part.alignment_report[name] for part in parts))) for name in ("detail", "errors")},
+            **{name: sum(part.alignment_report[name] for part in parts) for name in ("recorded", "exact")},
+            "server_profiles": _sum_counts([part.alignment_report["server_profiles"] for part in parts]),
         },
         ImageSpans.concatenate([(part.images, len(part.columns["trace"])) for part in parts]),
     )

@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         "align traces once and write them as shards that train reads; needs neither torch nor a GPU",
         _prepare,
         more="The shards contain token ids, logprobs and masks. `tracegrad train DIR` reads them without aligning "
-        "again. DIR/drift.json is the alignment report.",
+        "again. DIR/alignment_report.json is the alignment report.",
         examples=(
             "logs/ --model Qwen/Qwen3-0.6B --out prepared --map.reward score",
             "s3://bucket/logs --model MODEL --out s3://bucket/prepared --workers 8 --resume",
@@ -90,7 +90,8 @@ def _prepare(options: argparse.Namespace, overrides: list[tuple[str, Any]], argu
         print_json({**summary.as_dict(), "next": steps})
         return 0
     print_lines(
-        *summary.lines(), f"written  {options.out}/shard-*, {options.out}/drift.json, {options.out}/manifest.json"
+        *summary.lines(),
+        f"written  {options.out}/shard-*, {options.out}/alignment_report.json, {options.out}/manifest.json",
     )
     print_lines(*(f"next     {step}" for step in steps))
     return 0
@@ -100,7 +101,7 @@ def _next(options: argparse.Namespace, run_config: config.Config, summary: Inges
     """Return the next command to run. If no reward or group is known, this is `doctor`, which lists likely fields."""
     flags, text_only = ["--model", str(options.model), "--out"], run_config.data.text_only
     map_flags = [part for name, path in run_config.map.paths().items() for part in (f"--map.{name}", path)]
-    if not summary.terms and not text_only and summary.tiers.keys() <= {"T6"}:
+    if not summary.terms and not text_only and summary.levels.keys() <= {"T6"}:
         retry = ["tracegrad", "prepare", *options.traces, *flags, f"{options.out}-text", *map_flags, "--text-only"]
         return [f"{shlex.join(retry)}  (because the traces have no logprobs)"]
     if summary.candidate_lines:

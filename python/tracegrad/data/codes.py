@@ -3,9 +3,9 @@
 from tracegrad import _core
 
 PROMPT, TEMPLATE, SAMPLED = 0, 1, 2
-SOURCES = ("given", "template", "sampled")
-TIERS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
-TIER_TEXT = {
+SOURCES = ("prompt", "template", "sampled")
+LEVELS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
+LEVEL_TEXT = {
     "T0": "prompt and completion ids recorded",
     "T1": "completion ids recorded",
     "T2": "ids from each token's bytes",
@@ -66,8 +66,8 @@ TEXT_TRAINS = (
 """Command-line options that train on text without logprobs: the two objectives that support it."""
 ASSUMED_LEVELS = ("T4", "T5")
 TEXT_ONLY = 6
-NO_TIER = 255
-MEDIA = tuple(map(_core.DRIFT_REASONS.index, ("R32 media_in_prompt", "R34 picture_unplaced")))
+NO_LEVEL = 255
+MEDIA = tuple(map(_core.MISMATCH_REASONS.index, ("R32 media_in_prompt", "R34 picture_unplaced")))
 LOGPROB_KINDS = ("unknown", "raw", "processed")
 SERVERS = ("vllm", "sglang", "llama.cpp", "tgi", "openai")
 ENDINGS = ("unknown", "ended", "cut")

@@ -1,8 +1,8 @@
 """Convert sequences and traces to tables for pyarrow and pandas. pyarrow is imported on use.
 
-Tables of sequences have one row per trace or per token. Codes (source, tier, logprob_kind, ending) become dictionary
-columns of their names. Tables of traces have one row per trace, with the conversation in TRL's columns `prompt` and
-`completion`. Unknown values are null.
+Tables of sequences have one row per trace or per token. Codes (source, alignment_level, logprob_kind, ending) become
+dictionary columns of their names. Tables of traces have one row per trace, with the conversation in TRL's columns
+`prompt` and `completion`. Unknown values are null.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.data.codes import ENDINGS, LOGPROB_KINDS, SOURCES, TIERS
+from tracegrad.data.codes import ENDINGS, LEVELS, LOGPROB_KINDS, SOURCES
 from tracegrad.errors import ArgumentError
 
 Array = NDArray[Any]
@@ -88,7 +88,7 @@ def by_token(sequences: Any) -> dict[str, Any]:
         "rollout_logprob": number_column(data.rollout_logprobs),
         "turn": number_column(data.turn, data.turn < 0),
         "version": number_column(data.version, data.version < 0),
-        "tier": dictionary_column(data.tier, TIERS),
+        "alignment_level": dictionary_column(data.alignment_level, LEVELS),
         "inv_temperature": data.inv_temperature,
         **{name: values for name, values in data.extras.items() if isinstance(values, np.ndarray) and values.ndim == 1},
     }

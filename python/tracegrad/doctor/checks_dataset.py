@@ -70,7 +70,7 @@ def bad_records(stats: DatasetStats) -> Hits:
     impact="A run on this file would not make a single step.",
     fix="Record the request with each response (or prompt_token_ids), and logprobs with ids: logprobs=true and "
     "return_token_ids on vLLM and SGLang.",
-    hides=("drift", "other_prompt", "missing_stop_tokens", "no_logprobs"),
+    hides=("mismatches", "other_prompt", "missing_stop_tokens", "no_logprobs"),
 )
 def nothing_to_train(stats: DatasetStats) -> Hits:
     """Detect a file in which no token would be trained, and report the first cause that applies to most turns.
@@ -107,7 +107,7 @@ def unaligned(stats: DatasetStats) -> Hits:
     impact="These tokens are masked or end their branch. Long answers and rare scripts are trained less than the rest.",
     fix="Record token ids: return_token_ids on vLLM and SGLang. tracegrad prepare lists the reasons.",
 )
-def drift(stats: DatasetStats) -> Hits:
+def mismatches(stats: DatasetStats) -> Hits:
     """Detect recorded tokens that alignment could not give a known id and their logprob.
 
     Threshold: a note from 1 % of tokens, costs from 5 %. The bundled example has 0.55 %; three quarters of it have no

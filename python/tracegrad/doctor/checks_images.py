@@ -16,7 +16,7 @@ from tracegrad.doctor.trace_batch import Array, TraceBatch
     fix="Record images by their bytes: a data URL, without `uuid`, of PNG, JPEG, WebP or GIF. tracegrad does not "
     "download addresses, and a server may use an older image for a `uuid`. Audio and video are not supported: remove "
     "those traces.",
-    hides=("drift", "other_prompt"),
+    hides=("mismatches", "other_prompt"),
 )
 def media(look: TraceBatch) -> Hits:
     """Detect images recorded as an address or a path, with a `uuid`, or in a format that is not read; audio and video;
@@ -37,7 +37,7 @@ def media(look: TraceBatch) -> Hits:
     "that the server loaded as --model, with its preprocessor_config.json. Fewer places: a message lost its image, or "
     "the record has an image that was not sent. More ids: expanded ids were sent again with the images; send one id "
     "per image. No ids: record return_token_ids.",
-    hides=("drift", "other_prompt"),
+    hides=("mismatches", "other_prompt"),
 )
 def picture_unplaced(look: TraceBatch) -> Hits:
     """Detect turns whose recorded prompt lacks a place of the right length for an image of their messages (R34). Causes

@@ -281,7 +281,7 @@ FILLED_TAIL = 4  # least number of zeros at the end of a turn that has other val
     impact="The ratio needs the logprobs of the policy that sampled. Without them, the turn can only be imitated, "
     "not corrected.",
     fix=f"Record with logprobs=true (and return_token_ids on vLLM). Text without logprobs trains with {TEXT_TRAINS}.",
-    hides=("missing_logprobs", "drift"),
+    hides=("missing_logprobs", "mismatches"),
 )
 def no_logprobs(look: TraceBatch) -> Hits:
     """Detect turns that do not list any logprob.

@@ -70,8 +70,8 @@ def parts(sample: TurnSample) -> Iterator[tuple[list[Turn], str]]:
     """
     turns = sample.turns
     yield turns, ""
-    for tier in sorted({turn.tier for turn in turns}):
-        yield [turn for turn in turns if turn.tier == tier], f" at alignment level T{tier}"
+    for level in sorted({turn.alignment_level for turn in turns}):
+        yield [turn for turn in turns if turn.alignment_level == level], f" at alignment level T{level}"
     yield [turn for turn in turns if turn.place.turn == 0], " of first turns"
     yield [turn for turn in turns if turn.place.turn], " of later turns"
     for part in range(PARTS):

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tracegrad import _core
 from tracegrad.alignment.mismatch import turn_messages
-from tracegrad.data.codes import ASSUMED_LEVELS, TIERS
+from tracegrad.data.codes import ASSUMED_LEVELS, LEVELS
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.trace_batch import TraceBatch
 
@@ -28,7 +28,7 @@ SLACK, SHARE = _core.USAGE_SLACK  # tokens, and their share, that servers count 
     "sampled. These turns are masked.",
     fix="Pass the model folder that the server loaded as --model: same tokenizer.json, same added tokens. If you do "
     "not have that folder, train on the text without a ratio: --objective TOPR_POSITIVE --text-only.",
-    hides=("no_logprobs", "drift", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
+    hides=("no_logprobs", "mismatches", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
 )
 def wrong_tokenizer(look: TraceBatch) -> Hits:
     """Detect ids that the model does not have (R25), and ids or texts that spell something other than the recorded text
@@ -78,7 +78,7 @@ def guessed_ids(look: TraceBatch) -> Hits:
 
     Threshold: any turn. For a policy that was sampled at a high temperature, 26 of 164 such turns had other ids.
     """
-    guessed = np.isin(look.sequences.tier[look.sampled], [TIERS.index(name) for name in ASSUMED_LEVELS])
+    guessed = np.isin(look.sequences.alignment_level[look.sampled], [LEVELS.index(name) for name in ASSUMED_LEVELS])
     hit = np.bincount(look.sampled_generation[guessed], minlength=look.generations) > 0
     return look.hits(hit, None, lambda g: f"{int(look['logprobs'][g])} logprobs and no token")
 

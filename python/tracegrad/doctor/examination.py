@@ -229,7 +229,7 @@ OF_FILES: tuple[Check, ...] = (
     checks_dataset.unlike_rewards,
     checks_dataset.duplicated,
     checks_dataset.stale_versions,
-    checks_dataset.drift,
+    checks_dataset.mismatches,
 )
 OF_MODELS: tuple[Check, ...] = (
     rescore.other_model,

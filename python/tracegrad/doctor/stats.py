@@ -229,14 +229,14 @@ class Turn:
         before: [n] int32, the id before each token; -1 at the start of a branch.
         ids: [n] int32.
         logprobs: [n] float32, nats.
-        tier: the highest alignment level of its tokens.
+        alignment_level: the highest alignment level of its tokens.
         place: location of the turn.
     """
 
     before: Array
     ids: Array
     logprobs: Array
-    tier: int
+    alignment_level: int
     place: Place
 
 
@@ -260,9 +260,9 @@ class TurnSample:
         for g in eligible[-start % self.stride :: self.stride]:
             position = own[cu[g] : cu[g + 1]]
             before = np.where(position > sequences.cu_seqlens[look.branch[position]], sequences.ids[position - 1], -1)
-            tier = int(sequences.tier[position].max())
+            level = int(sequences.alignment_level[position].max())
             turn = Turn(
-                before, sequences.ids[position], logprobs[cu[g] : cu[g + 1]].copy(), tier, look.place_of(int(g))
+                before, sequences.ids[position], logprobs[cu[g] : cu[g + 1]].copy(), level, look.place_of(int(g))
             )
             self.turns.append(turn)
             self.tokens += len(position)
@@ -363,15 +363,15 @@ class DatasetStats:
 
     def add(self, look: TraceBatch) -> None:
         """Add one batch."""
-        drift = look.sequences.alignment_report
+        report = look.sequences.alignment_report
         self.traces += len(look.traces)
         self.turns += look.generations
-        self.recorded += drift.recorded
-        self.exact += drift.exact
+        self.recorded += report.recorded
+        self.exact += report.exact
         self.terms += int(look.sequences.trainable.sum())
         self.longest_branch = max(self.longest_branch, int(np.diff(look.sequences.cu_seqlens).max(initial=0)))
-        self.unaligned += len(drift.errors)
-        self.first_error = self.first_error or next(iter(drift.errors), None)
+        self.unaligned += len(report.errors)
+        self.first_error = self.first_error or next(iter(report.errors), None)
         self.headless += look.hits(look.missing_first_logprob)
         unprompted = (look["context"] == 0) & (look["prompt_ids"] < 0)
         self.without_prompt += sum(bool(unprompted[generation]) for generation in look.mismatches(PROMPT_MISMATCH))

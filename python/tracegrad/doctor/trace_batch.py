@@ -114,7 +114,7 @@ RESHAPING = re.compile(
 )
 """Match a record in which `sampling.mismatch` may find something."""
 TEMPERATURE_LEFT_OUT, TOP_P_LEFT_OUT, REQUEST = 1, 2, 4  # bits in the column left_out
-TEXT_TIERS = 4  # from this alignment level on, ids are the canonical ones of the text, not recorded ones
+FIRST_TEXT_LEVEL = 4  # from this alignment level on, ids are the canonical ones of the text, not recorded ones
 
 
 def _usage_counts(record: bytes, patterns: Sequence[re.Pattern[bytes]]) -> list[int]:
@@ -247,7 +247,7 @@ class TraceBatch:
     @cached_property
     def has_known_ids(self) -> Array:
         """[G] bool: whether all listed tokens are in a branch, with ids that the record determines."""
-        text = self.sequences.tier[self.sampled] >= TEXT_TIERS
+        text = self.sequences.alignment_level[self.sampled] >= FIRST_TEXT_LEVEL
         canonical = np.bincount(self.sampled_generation[text], minlength=self.generations) > 0
         return (self.aligned > 0) & (self.aligned >= self["tokens"]) & ~canonical
 
@@ -256,10 +256,10 @@ class TraceBatch:
         """[G] bool: whether a tool was called but the recorded token texts spell only the words before the call."""
         flags, own = np.zeros(self.generations, bool), self.sampled_generation
         cu = np.searchsorted(own, np.arange(self.generations + 1))
-        ids, tier = self.sequences.ids[self.sampled], self.sequences.tier[self.sampled]
+        ids, level = self.sequences.ids[self.sampled], self.sequences.alignment_level[self.sampled]
         for g in np.flatnonzero((self.finish == "tool_calls") & self.has_known_ids):
             span = slice(cu[g], cu[g + 1])
-            if np.isin(tier[span], SPELLED).all():
+            if np.isin(level[span], SPELLED).all():
                 message = turn_messages(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
                 flags[g] = lacks_tool_call(message, self.vocabulary.tokenizer.decode(ids[span].tolist()))
         return flags
@@ -365,12 +365,12 @@ class TraceBatch:
 
     def mismatches(self, *codes: int) -> dict[int, tuple[int, str]]:
         """Return generations with an alignment reason R<code>: generation to (first token or -1, detail)."""
-        drift, findings = self.sequences.alignment_report, {}
-        for row in np.flatnonzero(np.isin(drift.reason, codes)):
-            start = int(self.first_generation[self.rows[drift.trace[row]]])
-            generation = start + max(int(drift.turn[row]), 0)
+        report, findings = self.sequences.alignment_report, {}
+        for row in np.flatnonzero(np.isin(report.reason, codes)):
+            start = int(self.first_generation[self.rows[report.trace[row]]])
+            generation = start + max(int(report.turn[row]), 0)
             if generation < self.generations and generation not in findings:
-                findings[generation] = (int(drift.token[row]), drift.detail[row])
+                findings[generation] = (int(report.token[row]), report.detail[row])
         return findings
 
     def place_of(self, generation: int, token: int = -1) -> Place:

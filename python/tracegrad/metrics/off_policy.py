@@ -122,13 +122,15 @@ def _advantages(advantages: Floats) -> Column:
 
 def _gradient(magnitude: Floats, sign: NDArray) -> Column:
     totals = {
-        "pull": magnitude,
+        "magnitude": magnitude,
         "positive": np.where(sign > 0, magnitude, 0.0),
         "negative": np.where(sign < 0, magnitude, 0.0),
     }
 
     def shares(trace_totals: Mapping[str, Floats], _: Floats) -> Sums:
-        return Sums.of({"pull2": trace_totals["pull"] ** 2}, maxima={"pull.max": trace_totals["pull"]})
+        return Sums.of(
+            {"magnitude2": trace_totals["magnitude"] ** 2}, maxima={"magnitude.max": trace_totals["magnitude"]}
+        )
 
     return Column(totals, {"n": np.ones(len(magnitude), bool)}, by_trace=shares)
 
@@ -385,7 +387,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             None,
             "sum of |d loss / d logprob|",
             "Share of the gradient magnitude from tokens with A > 0.",
-            _mean("positive", "pull"),
+            _mean("positive", "magnitude"),
         ),
         Metric(
             "gradient_share_negative",
@@ -393,7 +395,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             None,
             "sum of |d loss / d logprob|",
             "Share from tokens with A < 0; the rest has A = 0 and is due to penalties.",
-            _mean("negative", "pull"),
+            _mean("negative", "magnitude"),
         ),
         Metric(
             "gradient_largest_trace",
@@ -401,7 +403,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             None,
             "sum of |d loss / d logprob|",
             "Share of the trace with the largest gradient magnitude.",
-            lambda s: divide(s["pull.max"], s["pull"]),
+            lambda s: divide(s["magnitude.max"], s["magnitude"]),
         ),
         Metric(
             "gradient_effective_traces",
@@ -409,7 +411,7 @@ METRICS_BY_COMPARISON: dict[str, tuple[Metric, ...]] = {
             None,
             None,
             "Kish's effective number of traces by gradient magnitude.",
-            _kish("pull", "pull2"),
+            _kish("magnitude", "magnitude2"),
         ),
     ),
 }
@@ -423,7 +425,7 @@ ROWS_BY_CELL: dict[str, tuple[Metric, ...]] = {
             None,
             "sum of |d loss / d logprob| over all cells",
             "Share of the gradient magnitude from the cell; in breakdowns only.",
-            lambda s: divide(s["pull"], s["pull"].sum()),
+            lambda s: divide(s["magnitude"], s["magnitude"].sum()),
         ),
     )
 }
@@ -433,10 +435,10 @@ OFF_POLICY = tuple(row for part, rows in METRICS_BY_COMPARISON.items() for row i
 
 
 STALENESS_STARTS = (0, 1, 2, 3, 4, 8, 16)
-"""First lag of each cell; the last range is open."""
+"""First staleness of each cell; the last range is open."""
 TURNS = 8
 """Number of turns with a separate cell; later turns share one cell."""
-_TIERS = 7
+_LEVELS = 7
 
 
 @dataclass(frozen=True)
@@ -456,10 +458,10 @@ class Breakdown:
     def place(self, values: NDArray[np.integer]) -> NDArray[np.intp]:
         """Return [M] the cell of each value.
 
-        >>> BREAKDOWNS["lag"].place(np.array([0, 5, 99, -1])).tolist()
+        >>> BREAKDOWNS["staleness"].place(np.array([0, 5, 99, -1])).tolist()
         [0, 4, 6, 7]
-        >>> [BREAKDOWNS["lag"].cells[cell] for cell in (0, 4, 6, 7)]
-        ['lag_0', 'lag_4-7', 'lag_16+', 'lag_unknown']
+        >>> [BREAKDOWNS["staleness"].cells[cell] for cell in (0, 4, 6, 7)]
+        ['staleness_0', 'staleness_4-7', 'staleness_16+', 'staleness_unknown']
         """
         wide = values.astype(np.int64)
         cell = np.searchsorted(self.starts, wide, side="right") - 1
@@ -475,8 +477,10 @@ def _names(name: str, starts: tuple[int, ...]) -> tuple[str, ...]:
 _FIRST_TURNS = tuple(range(TURNS + 1))
 BREAKDOWNS = {
     "turn": Breakdown(_FIRST_TURNS, _names("turn", _FIRST_TURNS)),
-    "tier": Breakdown(tuple(range(_TIERS)), (*(f"tier_T{i}" for i in range(_TIERS)), "tier_unknown"), above=_TIERS),
-    "lag": Breakdown(STALENESS_STARTS, _names("lag", STALENESS_STARTS)),
+    "alignment_level": Breakdown(
+        tuple(range(_LEVELS)), (*(f"level_T{i}" for i in range(_LEVELS)), "level_unknown"), above=_LEVELS
+    ),
+    "staleness": Breakdown(STALENESS_STARTS, _names("staleness", STALENESS_STARTS)),
 }
 """Breakdown by the name of its array."""
 
@@ -511,8 +515,8 @@ class OffPolicySums:
         advantages: ArrayLike | None = None,
         gradient: ArrayLike | None = None,
         turn: ArrayLike | None = None,
-        tier: ArrayLike | None = None,
-        lag: ArrayLike | None = None,
+        alignment_level: ArrayLike | None = None,
+        staleness: ArrayLike | None = None,
     ) -> "OffPolicySums":
         """Measure tokens. All arrays are [M], one entry per token, in any order.
 
@@ -526,14 +530,15 @@ class OffPolicySums:
             advantages: advantage of each token.
             gradient: d loss / d logprob of each token.
             turn: index of the generation in its trace, -1 if unknown.
-            tier: index of the alignment level, 255 if none.
-            lag: policy versions between the one being trained and the one that sampled the token, -1 if unknown.
+            alignment_level: index of the alignment level, 255 if none.
+            staleness: policy versions between the one being trained and the one that sampled the token, -1 if unknown.
 
         Raises:
             ArgumentError: if the arrays differ in length, or a logprob is infinite.
         """
         arguments = {"old": old, "rollout": rollout, "theta": theta, "ref": ref, "keep": keep, "weight": weight}
-        arguments |= {"advantages": advantages, "gradient": gradient, "turn": turn, "tier": tier, "lag": lag}
+        arguments |= {"advantages": advantages, "gradient": gradient, "turn": turn, "alignment_level": alignment_level}
+        arguments |= {"staleness": staleness}
         arrays = {name: _validation.numbers(values, name) for name, values in arguments.items() if values is not None}
         ids = _validation.integers(trace, "trace")
         _check_arrays(arrays, len(ids))

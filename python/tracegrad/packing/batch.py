@@ -203,7 +203,7 @@ class Step:
             first step.
         old_logprobs, ref_logprobs: [M], nats, or None until `with_logprobs`.
         alpha: [M] in [0, 1], the proximal policy between rollout (0) and theta (1); None if it is not used.
-        tier: [M] uint8, as in the `Sequences`; None if unknown.
+        alignment_level: [M] uint8, as in the `Sequences`; None if unknown.
 
     >>> from tracegrad import Sequences, pack
     >>> nan = float("nan")
@@ -235,7 +235,7 @@ class Step:
     old_logprobs: NDArray[np.floating] | None = None
     ref_logprobs: NDArray[np.floating] | None = None
     alpha: NDArray[np.floating] | None = None
-    tier: NDArray[np.uint8] | None = None
+    alignment_level: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         """Return the number M of trained tokens on this rank."""

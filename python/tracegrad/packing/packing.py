@@ -461,7 +461,7 @@ def _by_term(
         "version": _contiguous(sequences.version, np.int32),
         "rollout_logprobs": _contiguous(sequences.rollout_logprobs, np.float32),
         "advantages": advantages,
-        "tier": _contiguous(sequences.tier, np.uint8),
+        "alignment_level": _contiguous(sequences.alignment_level, np.uint8),
     }
     of_branches = {
         "trace": trace,

@@ -133,7 +133,7 @@ def check_prepared(source: str, data: Data, map: FieldMap) -> None:
             )
 
 
-_ACCOUNT = "drift.json"
+_ACCOUNT = "alignment_report.json"
 _TOKENIZER_FILES = (".json", ".jinja", ".tiktoken", ".model")
 
 ProgressCallback = Callable[[Progress], None]
@@ -153,7 +153,9 @@ def prepare(
     ray_address: str | None = None,
     part_bytes: int = PART_BYTES,
 ) -> IngestSummary:
-    """Align inputs of any size into `out/shard-*` in bounded memory. Also writes `out/drift.json`, and a manifest last.
+    """Align inputs of any size into `out/shard-*` in bounded memory.
+
+    Also writes `out/alignment_report.json`, and a manifest last.
 
     The inputs are read in parts (see `split_inputs`). The content of a shard depends only on the records,
     `shard_traces` and `part_bytes`, not on the number of workers. A group with traces in two shards keeps its name in

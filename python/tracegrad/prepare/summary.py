@@ -1,4 +1,4 @@
-"""Summarize how exactly traces were aligned, over all shards, for drift.json and the terminal."""
+"""Summarize how exactly traces were aligned, over all shards, for alignment_report.json and the terminal."""
 
 import base64
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from tracegrad.alignment.store import hashes
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import FieldMap
 from tracegrad.data import infer_fields
-from tracegrad.data.codes import ASSUMED_LEVELS, TIER_TEXT
+from tracegrad.data.codes import ASSUMED_LEVELS, LEVEL_TEXT
 from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.trace import ReadReport, add_reports
 
@@ -29,8 +29,8 @@ class IngestSummary:
         read, mapping_lines: counts of the reader, and lines about mapped, joined and converted fields.
         candidate_lines: if no reward or group is known, likely fields as flags to type.
         traces, groups, branches, tokens, terms: counts of the aligned sequences.
-        tiers: alignment level to numbers of sampled tokens, trainable tokens and generations.
-        drift: mismatch reason to numbers of findings, traces and tokens.
+        levels: alignment level to numbers of sampled tokens, trainable tokens and generations.
+        alignment_report: mismatch reason to numbers of findings, traces and tokens.
         recorded, exact: tokens recorded as sampled, and those of them with an exact id and a logprob.
         group_keys: per shard, a [groups] uint64 array of hashed group names.
         image_positions, traces_with_images: number of positions with an image, and of traces with an image.
@@ -51,8 +51,8 @@ class IngestSummary:
     branches: int = 0
     tokens: int = 0
     terms: int = 0
-    tiers: dict[str, dict[str, int]] = field(default_factory=dict)
-    drift: dict[str, dict[str, int]] = field(default_factory=dict)
+    levels: dict[str, dict[str, int]] = field(default_factory=dict)
+    alignment_report: dict[str, dict[str, int]] = field(default_factory=dict)
     recorded: int = 0
     exact: int = 0
     template: dict[str, Any] = field(default_factory=dict)
@@ -112,12 +112,15 @@ class IngestSummary:
         has_reward = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
         self.rewards += [name for name, has_values in has_reward if has_values and name not in self.rewards]
         self._add_profiles(sequences.alignment_report.server_profiles)
-        _add(self.tiers, sequences.tiers())
-        _add(self.drift, sequences.alignment_report.table())
+        _add(self.levels, sequences.levels())
+        _add(self.alignment_report, sequences.alignment_report.table())
 
     def counts(self) -> dict[str, Any]:
         """Return the counts that `join` adds to another summary, as JSON values."""
-        counts = {name: getattr(self, name) for name in (*_COUNTS, "errors", "rewards", "tiers", "drift", "profiles")}
+        counts = {
+            name: getattr(self, name)
+            for name in (*_COUNTS, "errors", "rewards", "levels", "alignment_report", "profiles")
+        }
         counts |= {name: _encoded(getattr(self, name)) for name in ("group_keys", "picture_keys")}
         return {**counts, "read": asdict(self.read)}
 
@@ -135,8 +138,8 @@ class IngestSummary:
             getattr(self, name).append(keys)
         self.rewards += [name for name in counts["rewards"] if name not in self.rewards]
         self._add_profiles(counts["profiles"])
-        _add(self.tiers, counts["tiers"])
-        _add(self.drift, counts["drift"])
+        _add(self.levels, counts["levels"])
+        _add(self.alignment_report, counts["alignment_report"])
         formats = {name: (count, sign) for name, (count, sign) in counts["read"]["formats"].items()}
         self.read = add_reports(self.read, ReadReport(**{**counts["read"], "formats": formats}))
 
@@ -155,9 +158,14 @@ class IngestSummary:
         self.template = {**result.as_dict(), "warnings": result.warnings()}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of drift.json."""
+        """Return the content of alignment_report.json."""
         counts = {name: getattr(self, name) for name in ("source", "traces", "groups", "branches", "tokens", "terms")}
-        alignment = {"tiers": self.tiers, "recorded": self.recorded, "exact": self.exact, "drift": self.drift}
+        alignment = {
+            "levels": self.levels,
+            "recorded": self.recorded,
+            "exact": self.exact,
+            "alignment_report": self.alignment_report,
+        }
         return {
             **counts,
             **alignment,
@@ -189,12 +197,12 @@ class IngestSummary:
         if self.errors:
             out.append(f"         {len(self.errors):,} traces could not be aligned, the first: {self.errors[0]}")
         out += [f"template {warning}" for warning in self.template.get("warnings", ())]
-        out += _table("tier", ("tokens", "trainable", "generations"), self.tiers, TIER_TEXT)
+        out += _table("level", ("tokens", "trainable", "generations"), self.levels, LEVEL_TEXT)
         out += self._guessed()
-        if self.recorded and self.tiers.keys() - {"T6"}:
+        if self.recorded and self.levels.keys() - {"T6"}:
             share = 1 - self.exact / self.recorded
             out.append(f"align    {share:.3%} of {self.recorded:,} recorded tokens could not be matched exactly")
-        out += _table("reason", ("findings", "traces", "tokens"), self.drift, {})
+        out += _table("reason", ("findings", "traces", "tokens"), self.alignment_report, {})
         return out
 
     def _cut(self) -> list[str]:
@@ -227,7 +235,7 @@ class IngestSummary:
 
     def _guessed(self) -> list[str]:
         """Return lines about generations whose ids are guessed from their text and number of logprobs."""
-        guessed = [self.tiers[name] for name in ASSUMED_LEVELS if name in self.tiers]
+        guessed = [self.levels[name] for name in ASSUMED_LEVELS if name in self.levels]
         generations, tokens, trained = (
             sum(row[name] for row in guessed) for name in ("generations", "tokens", "trainable")
         )

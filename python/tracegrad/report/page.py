@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from tracegrad._html import escape, number, percent
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.codes import TIER_TEXT
+from tracegrad.data.codes import LEVEL_TEXT
 from tracegrad.errors import ReadError
 from tracegrad.report.charts import Rows, as_number, curves, intervals, step_of
 from tracegrad.report.outcome import Outcome, measured_outcomes, success_outcome
@@ -59,7 +59,7 @@ class TraceCounts:
 
     Args:
         traces, groups, tokens, terms: numbers of each. Terms are trained tokens.
-        levels: alignment level to counts, as `Sequences.tiers` returns them.
+        levels: alignment level to counts, as `Sequences.levels` returns them.
         mismatches: reason to counts, as `AlignmentReport.table` returns them.
         recorded, exact: as in `AlignmentReport`.
 
@@ -85,7 +85,7 @@ class TraceCounts:
         """Return the counts of all traces in sequences."""
         report, terms = sequences.alignment_report, int(sequences.trainable.sum())
         groups = len(set(sequences.group.tolist()))
-        counts = (sequences.traces, groups, sequences.tokens, terms, sequences.tiers(), report.table())
+        counts = (sequences.traces, groups, sequences.tokens, terms, sequences.levels(), report.table())
         return cls(*counts, report.recorded, report.exact)
 
 
@@ -270,7 +270,7 @@ def _curves(rows: Rows) -> str:
 
 
 def _alignment(counts: TraceCounts, part: str | None) -> str:
-    levels = [[name, TIER_TEXT.get(name, ""), *numbers.values()] for name, numbers in counts.levels.items()]
+    levels = [[name, LEVEL_TEXT.get(name, ""), *numbers.values()] for name, numbers in counts.levels.items()]
     mismatches = [[reason, *numbers.values()] for reason, numbers in counts.mismatches.items()]
     rate = 1.0 - counts.exact / counts.recorded if counts.recorded else 0.0
     exact = (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracegrad._html import escape, number, percent, visible
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.codes import PROMPT, SAMPLED, TIERS
+from tracegrad.data.codes import LEVELS, PROMPT, SAMPLED
 from tracegrad.errors import TracegradError
 from tracegrad.images import Images
 from tracegrad.images.processor import decode_image
@@ -425,8 +425,8 @@ class Writer:
         return f'<span class="{" ".join(classes)}"{at} data-n="{escape("  ·  ".join(facts))}">{text}</span>'
 
     def _origin(self, place: int) -> str:
-        level = int(self.sequences.tier[place])
-        name = f", level {TIERS[level]}" if level < len(TIERS) else ""
+        level = int(self.sequences.alignment_level[place])
+        name = f", level {LEVELS[level]}" if level < len(LEVELS) else ""
         return f"sampled{name}, turn {int(self.sequences.turn[place])}"
 
     def _recorded(self, place: int) -> list[str]:

@@ -24,7 +24,7 @@ NAME = "manifest.json"
 LOCK = ".lock"
 COUNTS = ("traces", "branches", "tokens", "terms")
 
-_FORMAT = "tracegrad-folder/1"
+_FORMAT = "tracegrad-folder/2"
 _LIMIT = 64 << 20
 _DRAFT = re.compile(r"\.\d+\.tmp$")
 _SHARD = re.compile(r"shard-(?:(\d{5,})-)?(\d{5,})")

@@ -285,7 +285,7 @@ def _select_shown(data: Sequences | PreparedDataset, terms: list[TokenRecord]) -
 def _count_all(account: IngestSummary) -> TraceCounts:
     """Return the counts of all traces for the report."""
     counts = {name: getattr(account, name) for name in ("traces", "groups", "tokens", "terms", "recorded", "exact")}
-    return TraceCounts(levels=account.tiers, mismatches=account.drift, **counts)
+    return TraceCounts(levels=account.levels, mismatches=account.alignment_report, **counts)
 
 
 def _config(
@@ -326,7 +326,17 @@ def describe_run(
 
 
 def _summary(chosen: Config, account: IngestSummary, result: Any, seconds: dict[str, float]) -> dict[str, Any]:
-    summary_names = ("traces", "groups", "tokens", "terms", "pictures", "tiers", "drift", "recorded", "exact")
+    summary_names = (
+        "traces",
+        "groups",
+        "tokens",
+        "terms",
+        "pictures",
+        "levels",
+        "alignment_report",
+        "recorded",
+        "exact",
+    )
     last_estimate = next((row for row in reversed(result.rows) if "ope" in row), {})
     return {
         **{name: value for name, value in account.as_dict().items() if name in summary_names},

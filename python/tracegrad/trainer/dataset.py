@@ -31,7 +31,7 @@ from tracegrad.trainer.token_log import subset
 Array = NDArray[Any]
 
 HASHED = (
-    *("group", "branches", "tokens", "longest", "terms", "known", "turns", "tier", "foreign", "version_min"),
+    *("group", "branches", "tokens", "longest", "terms", "known", "turns", "alignment_level", "foreign", "version_min"),
     *("version_max", "rewards", "logprob_kind", "temperature", "reshaped", "ending", "max_id", "media", "source"),
 )
 """The columns that determine the steps of an epoch. `TraceTable.hash` covers them."""
@@ -46,7 +46,7 @@ class TraceTable:
         rewards: [R, K] float32, NaN if the trace lacks a reward.
         reward_names: names of the K columns of `rewards`.
         branches, tokens, longest, terms, known, turns, version_min, version_max, max_id: [R] int32.
-        tier, logprob_kind, ending: [R] uint8.
+        alignment_level, logprob_kind, ending: [R] uint8.
         temperature: [R] float32.
         reshaped: [R] uint32.
         foreign, media: [R] bool.
@@ -62,7 +62,7 @@ class TraceTable:
     terms: NDArray[np.int32]
     known: NDArray[np.int32]
     turns: NDArray[np.int32]
-    tier: NDArray[np.uint8]
+    alignment_level: NDArray[np.uint8]
     foreign: NDArray[np.bool_]
     version_min: NDArray[np.int32]
     version_max: NDArray[np.int32]
@@ -140,7 +140,7 @@ def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:
     return out
 
 
-PER_TOKEN = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
+PER_TOKEN = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "alignment_level", "inv_temperature")
 PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "ending")
 
 

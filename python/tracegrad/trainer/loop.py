@@ -213,8 +213,9 @@ class _Loop:
             for term in checkpoint.read_terms(checkpoints[-1], self.trainer.ranks):
                 if self.plan.epoch_of(term.step - 1) == self.plan.epochs - 1:
                     self.terms.add(term)
-            if "pull" in progress.control:  # The sum over all trained tokens; the records may be a selection.
-                self.terms.gradient_magnitude = progress.control["pull"] / self.trainer.ranks.world
+            # The sum over all trained tokens; the records may be a selection.
+            if "gradient_magnitude" in progress.control:
+                self.terms.gradient_magnitude = progress.control["gradient_magnitude"] / self.trainer.ranks.world
         self.trainer.create_run_dir()
         ranks = self.trainer.ranks
         self.keeper = TokenLogWriter(
@@ -256,7 +257,7 @@ class _Loop:
             logprobs["best"] = self.held.best
         control = self.epochs.control()
         if self.terms.records and not self.feed.source.in_memory:
-            control["pull"] = self.trainer.ranks.sum(self.terms.gradient_magnitude)
+            control["gradient_magnitude"] = self.trainer.ranks.sum(self.terms.gradient_magnitude)
         self.keeper.flush()
         self.trainer.save(fingerprint=self.fingerprint, terms=self.terms.records, logprobs=logprobs, control=control)
 
@@ -584,8 +585,8 @@ class Epochs:
             step = replace(step, advantages=self.charge.advantages[step.trace])
         if self.feed.objective.requirements.proximal:
             # Assume that the run started with the newest recorded policy, and count each update as one version.
-            lag = np.maximum(step.staleness(self.feed.newest_version), 0)
-            step = replace(step, alpha=proximal_alpha(-lag, self.plan.last_refresh(index), index))
+            staleness = np.maximum(step.staleness(self.feed.newest_version), 0)
+            step = replace(step, alpha=proximal_alpha(-staleness, self.plan.last_refresh(index), index))
         step = step.with_logprobs(**{name: values[terms] for name, values in self.logprob_arrays.items()})
         return step, self.run.correct(step, in_thread=in_thread)
 

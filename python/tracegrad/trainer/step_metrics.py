@@ -129,9 +129,9 @@ def tally(
             low, high = objective.surrogate.bounds
             sums.add("clip_fraction_unsigned", ((ratio < low) | (ratio > high)).sum(), computed)
     if version is not None:
-        lag = step.staleness(version)
-        sums.add("staleness_mean", lag[lag >= 0].sum(), int(np.count_nonzero(lag >= 0)))
-        sums.maximum("staleness_max", lag.max(initial=-1) if (lag >= 0).any() else -math.inf)
+        staleness = step.staleness(version)
+        sums.add("staleness_mean", staleness[staleness >= 0].sum(), int(np.count_nonzero(staleness >= 0)))
+        sums.maximum("staleness_max", staleness.max(initial=-1) if (staleness >= 0).any() else -math.inf)
     first_of_trace = np.unique(step.trace, return_index=True)[1]
     skipped = step.skipped.traces if first else 0
     sums.add(
@@ -156,6 +156,6 @@ def off_policy(step: Step, outcome: StepResult, version: int | None = None) -> O
         advantages=step.advantages,
         gradient=outcome.gradient,
         turn=step.turn,
-        tier=step.tier,
-        lag=step.staleness(version),
+        alignment_level=step.alignment_level,
+        staleness=step.staleness(version),
     )

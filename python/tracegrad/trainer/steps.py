@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, Filter
-from tracegrad.data.codes import ENDINGS, NO_TIER, TIERS, TRUNCATED
+from tracegrad.data.codes import ENDINGS, LEVELS, NO_LEVEL, TRUNCATED
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
 from tracegrad.packing import ModelShape, Sharing, Step, measure, nothing_to_train, pack, steps_of
@@ -58,13 +58,13 @@ def filter_traces(rewards: Floats, catalog: TraceTable, candidates: Flags, optio
             "Leave the option out, or pass the field that contains the version: map.version "
             "PATH."
         )
-    worst = TIERS.index(options.worst_level)
+    worst = LEVELS.index(options.worst_level)
     rejected = {
         "min_reward": rewards < options.min_reward,
         "max_reward": rewards > options.max_reward,
         "min_turns": catalog.turns < options.min_turns,
         "max_turns": (catalog.turns > options.max_turns) & (options.max_turns > 0),
-        "worst_level": (catalog.tier > worst) & (catalog.tier != NO_TIER),
+        "worst_level": (catalog.alignment_level > worst) & (catalog.alignment_level != NO_LEVEL),
         "max_staleness": ((catalog.version_min < 0) | (catalog.version_min < newest - options.max_staleness))
         & (options.max_staleness >= 0),
     }

@@ -214,7 +214,16 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
     codes, group = np.unique(sequences.group[rows], return_inverse=True)
     turn_offsets = sequences.cu_turns.tolist()
     turns = [np.arange(turn_offsets[row], turn_offsets[row + 1]) for row in rows.tolist()]
-    per_token = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "tier", "inv_temperature")
+    per_token = (
+        "ids",
+        "source",
+        "trainable",
+        "rollout_logprobs",
+        "turn",
+        "version",
+        "alignment_level",
+        "inv_temperature",
+    )
     columns: dict[str, Any] = {name: getattr(sequences, name)[tokens] for name in per_token}
     names = sequences.group_names
     per_trace = ("rewards", "logprob_kind", "temperature", "reshaped", "ending")
@@ -229,7 +238,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         cu_turns=np.concatenate([[0], np.cumsum([len(part) for part in turns])]).astype(np.int64),
         trace_ids=tuple(sequences.trace_name(int(row)) for row in rows),
         group_names=tuple(names[code] if code < len(names) else str(code) for code in codes),
-        alignment_report=_subset_drift(sequences, number),
+        alignment_report=_subset_report(sequences, number),
         extras={},
         images=sequences.images and sequences.images.take(branches),
     ), tokens
@@ -240,15 +249,15 @@ def _branches(sequences: Sequences, row: int) -> NDArray[np.int64]:
     return np.arange(first, last, dtype=np.int64)
 
 
-def _subset_drift(sequences: Sequences, number: NDArray[np.int32]) -> Any:
-    drift = sequences.alignment_report
-    here = np.flatnonzero(number[drift.trace] >= 0) if len(drift) else np.zeros(0, np.int64)
+def _subset_report(sequences: Sequences, number: NDArray[np.int32]) -> Any:
+    report = sequences.alignment_report
+    here = np.flatnonzero(number[report.trace] >= 0) if len(report) else np.zeros(0, np.int64)
     if not len(here):
-        return replace(empty_report(), reasons=drift.reasons)
-    columns = {name: getattr(drift, name)[here] for name in ("reason", "turn", "token", "count")}
-    details = tuple(drift.detail[index] for index in here.tolist())
+        return replace(empty_report(), reasons=report.reasons)
+    columns = {name: getattr(report, name)[here] for name in ("reason", "turn", "token", "count")}
+    details = tuple(report.detail[index] for index in here.tolist())
     return replace(
-        drift, **columns, trace=number[drift.trace[here]], detail=details, recorded=0, exact=0, errors=(), left_out=()
+        report, **columns, trace=number[report.trace[here]], detail=details, recorded=0, exact=0, errors=(), left_out=()
     )
 
 

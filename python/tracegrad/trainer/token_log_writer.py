@@ -235,7 +235,7 @@ class ReportRecords:
 
     Attributes:
         records: the records by step.
-        pull: sum of |d loss / d logprob| over all added tokens, including those discarded.
+        gradient_magnitude: sum of |d loss / d logprob| over all added tokens, including those discarded.
     """
 
     def __init__(self, catalog: TraceTable, *, bounded: bool) -> None:
@@ -255,15 +255,15 @@ class ReportRecords:
         gradient = np.concatenate([record.gradient for record in self.records])
         advantages = np.concatenate([record.advantages for record in self.records])
         rows, owner = np.unique(trace, return_inverse=True)
-        pull = np.asarray(np.bincount(owner, np.abs(np.nan_to_num(gradient)).astype(np.float64)), np.float64)
+        magnitude = np.asarray(np.bincount(owner, np.abs(np.nan_to_num(gradient)).astype(np.float64)), np.float64)
         good = np.bincount(owner, np.nan_to_num(advantages).astype(np.float64)) >= 0
-        chosen = [self._choose_traces(rows[side], pull[side]) for side in (good, ~good)]
+        chosen = [self._choose_traces(rows[side], magnitude[side]) for side in (good, ~good)]
         kept_traces = np.concatenate(chosen)
         parts = [_select(record, np.isin(record.trace, kept_traces)) for record in self.records]
         self.records = [part for part in parts if len(part.trace)]
 
-    def _choose_traces(self, rows: NDArray[np.int32], pull: NDArray[np.float64]) -> NDArray[np.int32]:
-        order = np.argsort(-pull, kind="stable")
+    def _choose_traces(self, rows: NDArray[np.int32], magnitude: NDArray[np.float64]) -> NDArray[np.int32]:
+        order = np.argsort(-magnitude, kind="stable")
         first_of_group = np.unique(self._catalog.group[rows[order]], return_index=True)[1]
         first = np.zeros(len(order), bool)
         first[first_of_group] = True

@@ -31,7 +31,7 @@ FOLD = 4_000
 """Number of characters of a message that are sent at first. The page requests more in parts."""
 PART = 200_000
 MODES = (
-    ("pull", "gradient", "Gradient of the loss with respect to the logprob: its size and direction."),
+    ("gradient", "gradient", "Gradient of the loss with respect to the logprob: its size and direction."),
     ("ratio", "ratio", "Ratio inside the surrogate, such as theta over old."),
     ("old", "old / rollout", "Ratio of the old policy to the rollout policy."),
     ("weight", "weight", "Off-policy weight of the token, without a gradient of its own."),

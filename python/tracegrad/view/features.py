@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import NO_TIER, TIERS
+from tracegrad.data.codes import LEVELS, NO_LEVEL
 from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
 from tracegrad.view.meanings import NOT_ALIGNABLE
@@ -72,7 +72,7 @@ def rows_of(traces: Traces, source: int, first: int, groups: Codes, tokenizer: T
         )
         tags = {f"tool:{tool}" for tool in tools} | {f"mismatch:{reason}" for reason in trace_reasons}
         if not math.isnan(level):
-            tags.add(f"level:{TIERS[int(level)]}")
+            tags.add(f"level:{LEVELS[int(level)]}")
         out.append(Row(trace.id, group or "", head, first + row, text[:_MOST_TEXT], numbers, tuple(tags), trace.record))
     return out
 
@@ -119,7 +119,7 @@ def _aligned(traces: Traces, tokenizer: Tokenizer) -> tuple[NDArray[np.float64],
 def of_sequences(sequences: Sequences) -> tuple[NDArray[np.float64], dict[int, set[str]]]:
     """Return [R] the worst level (NaN without a sampled token), and the names of each trace's mismatch reasons."""
     owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-    level = np.where(sequences.tier == NO_TIER, math.nan, sequences.tier.astype(float))
+    level = np.where(sequences.alignment_level == NO_LEVEL, math.nan, sequences.alignment_level.astype(float))
     reasons: dict[int, set[str]] = {}
     for row, code in zip(
         sequences.alignment_report.trace.tolist(), sequences.alignment_report.reason.tolist(), strict=True

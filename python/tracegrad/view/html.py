@@ -28,7 +28,7 @@ def style() -> str:
 
 
 _OVERLAYS = {
-    "pull": ("down", "up"),
+    "gradient": ("down", "up"),
     "advantage": ("down", "up"),
     "ratio": ("less", "more"),
     "old": ("less", "more"),
@@ -43,7 +43,7 @@ def page(scripts: str = "", head: str = "") -> str:
     """Return the HTML of the skeleton."""
     links = "".join(f'<script src="static/{name}" defer></script>' for name in SCRIPTS)
     modes = "".join(
-        f'<input type="radio" name="mode" id="by-{key}"{" checked" * (key == "pull")}>'
+        f'<input type="radio" name="mode" id="by-{key}"{" checked" * (key == "gradient")}>'
         f'<label for="by-{key}" title="{meaning}">{name}</label>'
         for key, name, meaning in MODES
     )

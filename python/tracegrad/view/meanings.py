@@ -1,6 +1,6 @@
 """Describe columns, alignment levels and mismatch reasons in one sentence each, for tooltips."""
 
-from tracegrad.data.codes import MISMATCH_TEXT, TIER_TEXT
+from tracegrad.data.codes import LEVEL_TEXT, MISMATCH_TEXT
 
 COLUMN_TEXT = {
     "reward": "Reward of the trace.",
@@ -35,7 +35,7 @@ def level_text(level: str) -> str:
     >>> level_text("T0")
     'Alignment level T0: prompt and completion ids recorded.'
     """
-    return f"Alignment level {level}: {TIER_TEXT[level]}."
+    return f"Alignment level {level}: {LEVEL_TEXT[level]}."
 
 
 def mismatch_text(reason: str) -> str:
@@ -50,7 +50,7 @@ def mismatch_text(reason: str) -> str:
 
 def meanings() -> dict[str, str]:
     """Return sentences by column (`staleness`) and by tag (`level:T0`, `mismatch:R18 date_injected`)."""
-    levels = {f"level:{level}": level_text(level) for level in TIER_TEXT}
+    levels = {f"level:{level}": level_text(level) for level in LEVEL_TEXT}
     reasons = {f"mismatch:{reason}": mismatch_text(reason) for reason in MISMATCH_TEXT}
     reasons[f"mismatch:{NOT_ALIGNABLE}"] = "The trace could not be aligned, and it is not trained."
     return {**COLUMN_TEXT, **levels, **reasons, "unaligned": UNALIGNED}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad._html import escape, number
-from tracegrad.data.codes import TIERS
+from tracegrad.data.codes import LEVELS
 from tracegrad.data.trace import Trace
 from tracegrad.errors import ArgumentError, redact
 from tracegrad.report.token_map import Thumbnails
@@ -89,12 +89,12 @@ _MORE = ("advantage", "level", "mismatches", "staleness", "gradient", "clipped",
 
 
 def _fact(name: str, value: float) -> str:
-    return TIERS[int(value)] if name == "level" else number(value)
+    return LEVELS[int(value)] if name == "level" else number(value)
 
 
 def _tooltips(level: float) -> dict[str, str]:
     """Return the sentence of each column, and in place of that of the level column the one of the trace's level."""
-    own = {"level": level_text(TIERS[int(level)])} if level == level else {}
+    own = {"level": level_text(LEVELS[int(level)])} if level == level else {}
     return {**COLUMN_TEXT, "source": "", **own}
 
 

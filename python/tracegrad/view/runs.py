@@ -212,7 +212,7 @@ def _differences(configs: Mapping[str, Mapping[str, Any]], selected: Sequence[st
 def _mismatches(runs: Mapping[str, Path]) -> str:
     """Return the alignment mismatches in the summaries of runs as one table, with two columns for each run."""
     summaries = {name: _json(run / "summary.json") for name, run in runs.items()}
-    reports = {name: report for name in runs if isinstance(report := summaries[name].get("drift"), Mapping)}
+    reports = {name: report for name in runs if isinstance(report := summaries[name].get("alignment_report"), Mapping)}
     if not reports:
         return ""
     reasons = sorted({str(reason) for report in reports.values() for reason in report})[:_MOST_REASONS]

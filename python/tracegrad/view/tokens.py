@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import PROMPT, SAMPLED, TIERS
+from tracegrad.data.codes import LEVELS, PROMPT, SAMPLED
 from tracegrad.errors import TracegradError
 from tracegrad.storage import manifest
 from tracegrad.trainer.token_log import CLIPPED, StepTokens, TokenLog, subset
@@ -178,7 +178,7 @@ class TokenSets:
                 number,
             )
             tags = {f"mismatch:{reason}" for reason in trace_reasons}
-            tags |= set() if math.isnan(level) else {f"level:{TIERS[int(level)]}"}
+            tags |= set() if math.isnan(level) else {f"level:{LEVELS[int(level)]}"}
             out.append(Row(part.trace_ids[row], group, head, place, text, numbers, tuple(tags), b""))
         return out
 

@@ -27,7 +27,7 @@ struct PlainImageRule {
     expansions: HashMap<(u32, u32), Vec<u32>>,
 }
 
-/// Aligns traces. Returns the arrays of `Sequences` by name, the `drift_*` columns, and `errors`.
+/// Aligns traces. Returns the arrays of `Sequences` by name, the `mismatch_*` columns, and `errors`.
 #[pyfunction]
 #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "keyword arguments of Python's align")]
 #[pyo3(signature = (traces, tokenizer, *, allow_unknown_ids, text_only, assume_canonical, mode, merge, strict, logprob_kind, skip_errors, server=None, rule=None, sampling_defaults=None))]
@@ -85,7 +85,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("rollout_logprobs", aligned.rollout_logprobs.into_pyarray(py))?;
     arrays.set_item("turn", aligned.turn.into_pyarray(py))?;
     arrays.set_item("version", aligned.version.into_pyarray(py))?;
-    arrays.set_item("tier", aligned.tier.into_pyarray(py))?;
+    arrays.set_item("alignment_level", aligned.level.into_pyarray(py))?;
     arrays.set_item("inv_temperature", aligned.inv_temperature.into_pyarray(py))?;
     arrays.set_item("cu_seqlens", aligned.cu_seqlens.into_pyarray(py))?;
     arrays.set_item("trace", aligned.trace.into_pyarray(py))?;
@@ -111,12 +111,12 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("trace_ids", aligned.trace_ids)?;
     arrays.set_item("reward_names", aligned.reward_names)?;
     let column = |f: &dyn Fn(&align::Finding) -> i32| aligned.mismatches.iter().map(f).collect::<Vec<i32>>();
-    arrays.set_item("drift_reason", column(&|row| row.reason as i32).into_pyarray(py))?;
-    arrays.set_item("drift_turn", column(&|row| row.turn).into_pyarray(py))?;
-    arrays.set_item("drift_token", column(&|row| row.token).into_pyarray(py))?;
-    arrays.set_item("drift_count", column(&|row| row.count).into_pyarray(py))?;
-    arrays.set_item("drift_trace", aligned.mismatch_trace.into_pyarray(py))?;
-    arrays.set_item("drift_detail", aligned.mismatches.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
+    arrays.set_item("mismatch_reason", column(&|row| row.reason as i32).into_pyarray(py))?;
+    arrays.set_item("mismatch_turn", column(&|row| row.turn).into_pyarray(py))?;
+    arrays.set_item("mismatch_token", column(&|row| row.token).into_pyarray(py))?;
+    arrays.set_item("mismatch_count", column(&|row| row.count).into_pyarray(py))?;
+    arrays.set_item("mismatch_trace", aligned.mismatch_trace.into_pyarray(py))?;
+    arrays.set_item("mismatch_detail", aligned.mismatches.iter().map(|row| row.detail.as_str()).collect::<Vec<_>>())?;
     arrays.set_item("recorded", aligned.recorded)?;
     arrays.set_item("exact", aligned.exact)?;
     arrays.set_item("left_out", aligned.skipped)?;
@@ -147,7 +147,7 @@ fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer)
     let recovered = without_gil(py, Kind::Fault, "recovering ids", || Ok(align::recover(&traces, &tokenizer)))?;
     let arrays = PyDict::new(py);
     arrays.set_item("ids", recovered.ids.into_pyarray(py))?;
-    arrays.set_item("tier", recovered.tier.into_pyarray(py))?;
+    arrays.set_item("alignment_level", recovered.level.into_pyarray(py))?;
     arrays.set_item("logprobs", recovered.logprobs.into_pyarray(py))?;
     arrays.set_item("cu_tokens", recovered.cu_tokens.into_pyarray(py))?;
     arrays.set_item("trace", recovered.trace.into_pyarray(py))?;
@@ -160,7 +160,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(align_traces, module)?)?;
     module.add_function(wrap_pyfunction!(recover_ids, module)?)?;
     module.add("USAGE_SLACK", align::USAGE_SLACK)?;
-    module.add("DRIFT_REASONS", NAMES)
+    module.add("MISMATCH_REASONS", NAMES)
 }
 
 /// Messages, some of them sampled, with the sampled ids.

@@ -4,7 +4,7 @@
   const tg = window.tracegrad;
   const get = (id) => document.getElementById(id);
   const SCALES = {
-    pull: ["pushed down", "pushed up"], ratio: ["below 1/1.5", "above 1.5"], old: ["below 1/1.5", "above 1.5"],
+    gradient: ["pushed down", "pushed up"], ratio: ["below 1/1.5", "above 1.5"], old: ["below 1/1.5", "above 1.5"],
     weight: ["below 1/1.5", "above 1.5"], advantage: ["negative", "positive"], entropy: ["0 nats", "5 nats"],
     logprob: ["certain", "5 nats of surprise"], source: ["", ""],
   };
@@ -98,11 +98,11 @@
   }
 
   function legend() {
-    const mode = (document.querySelector("#overlay > input:checked") || {id: "by-pull"}).id.slice(3);
-    const [low, high] = SCALES[mode];
+    const mode = (document.querySelector("#overlay > input:checked") || {id: "by-gradient"}).id.slice(3);
+    const [low, high] = SCALES[mode], letter = mode === "gradient" ? "p" : mode[0];  // "g" is the class of prompt tokens.
     const ramp = document.createElement("span");
     ramp.className = "ramp";
-    for (let level = 0; level < 17; level++) ramp.append(Object.assign(document.createElement("span"), {className: `t ${mode[0]}${level}`, textContent: " "}));
+    for (let level = 0; level < 17; level++) ramp.append(Object.assign(document.createElement("span"), {className: `t ${letter}${level}`, textContent: " "}));
     const word = (text, kind = "") => Object.assign(document.createElement("span"), {className: kind, textContent: text});
     get("legend").replaceChildren(...(low ? [word(low), ramp, word(high)] : []), word("prompt", "g"), word("template", "p"),
       word("sampled, not trained", "s"), word("trained", "t"), word("masked", "t m"), word("clipped", "t c"));

@@ -60,7 +60,7 @@ pub struct Sampling {
 #[derive(Debug, Clone)]
 pub struct SampledAttributes<'a> {
     pub sampling: Sampling,
-    pub tier: u8,
+    pub level: u8,
     /// True if these tokens are trained.
     pub trained: bool,
     /// One logprob per token; `None` if all are unknown.

@@ -109,11 +109,11 @@ impl<'a> TraceAligner<'a, '_> {
                 let logprobs = resolution.logprobs.map(|logprobs| &logprobs[index..run_end]);
                 self.aligned.exact += logprobs.filter(|_| branch.may_train()).map_or(0, count_known);
                 let sampling = Sampling { version: version_at(generation, index), ..sampling };
-                let tier = resolution.tier(index);
+                let level = resolution.level(index);
                 let logprobs = logprobs.map(Cow::Borrowed);
                 branch.push_sampled(
                     &resolution.ids[index..run_end],
-                    SampledAttributes { sampling, tier, trained: true, logprobs },
+                    SampledAttributes { sampling, level, trained: true, logprobs },
                 );
                 index = run_end;
                 continue;
@@ -136,8 +136,8 @@ impl<'a> TraceAligner<'a, '_> {
             }
             let logprobs =
                 resolution.logprobs.filter(|_| count_matches).map(|all| Cow::Borrowed(&all[index..*run_end]));
-            let tier = if count_matches { types::ASSUMED_TEXT } else { types::TEXT };
-            branch.push_sampled(&canonical, SampledAttributes { sampling, tier, trained: count_matches, logprobs });
+            let level = if count_matches { types::ASSUMED_TEXT } else { types::TEXT };
+            branch.push_sampled(&canonical, SampledAttributes { sampling, level, trained: count_matches, logprobs });
             index = *run_end;
         }
         let last = branch.ids.last().copied();
@@ -219,7 +219,7 @@ impl<'a> TraceAligner<'a, '_> {
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
             let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..run_end]));
             let trained = trained && index >= inserted_count;
-            branch.push_sampled(&ids[index..run_end], SampledAttributes { sampling, tier: level, trained, logprobs });
+            branch.push_sampled(&ids[index..run_end], SampledAttributes { sampling, level, trained, logprobs });
             index = run_end;
         }
         Ok(())

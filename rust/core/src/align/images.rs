@@ -158,7 +158,7 @@ impl<'r> Keyed<'r> {
         short
     }
 
-    /// Replaces the keys of a branch with pads, marks these as GIVEN, and returns the tokens of each image.
+    /// Replaces the keys of a branch with pads, marks these as PROMPT, and returns the tokens of each image.
     pub fn unkey(&self, branch: &mut Branch<'_>) -> Vec<Span> {
         let mut spans: Vec<Span> = Vec::new();
         for (token, id) in branch.ids.iter_mut().enumerate() {

@@ -22,7 +22,7 @@ pub struct Aligned {
     pub rollout_logprobs: Vec<f32>,
     pub turn: Vec<i32>,
     pub version: Vec<i32>,
-    pub tier: Vec<u8>,
+    pub level: Vec<u8>,
     pub inv_temperature: Vec<f32>,
     pub cu_seqlens: Vec<i64>,
     pub trace: Vec<i32>,
@@ -137,7 +137,7 @@ fn name_alone(trace: &Trace) -> String {
 /// Writes the per-token columns of `branches`, concatenated.
 pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
     let lay = ColumnWriter { branches, total: branches.iter().map(Branch::len).sum() };
-    let Aligned { ids, source, trainable, rollout_logprobs, turn, version, tier, inv_temperature, .. } = aligned;
+    let Aligned { ids, source, trainable, rollout_logprobs, turn, version, level, inv_temperature, .. } = aligned;
     pool::run_tasks(vec![
         Box::new(|| *ids = lay.whole(|branch, column| column.extend(branch.ids.iter().map(|&id| id as i32)))),
         Box::new(|| *rollout_logprobs = lay.by_stretch(f32::NAN, put_logprobs)),
@@ -146,7 +146,7 @@ pub fn write(aligned: &mut Aligned, branches: &[Branch<'_>]) {
         Box::new(|| *inv_temperature = lay.alike(1.0, |attributes| attributes.sampling.inv_temperature)),
         Box::new(|| *source = lay.whole(|branch, column| column.extend_from_slice(&branch.source))),
         Box::new(|| *trainable = lay.alike(false, |attributes| attributes.trained)),
-        Box::new(|| *tier = lay.alike(types::NONE, |attributes| attributes.tier)),
+        Box::new(|| *level = lay.alike(types::NONE, |attributes| attributes.level)),
     ]);
 }
 

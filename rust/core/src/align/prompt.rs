@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 #[derive(Debug, Clone, Default)]
 pub struct Text {
     pub ids: Vec<u32>,
-    /// One entry per id: GIVEN or TEMPLATE.
+    /// One entry per id: PROMPT or TEMPLATE.
     pub sources: Vec<u8>,
     /// True if the tokenizer would merge the beginning of this text with the text before it into one token.
     pub joined: bool,
@@ -274,7 +274,7 @@ fn set_variables(
 }
 
 /// Returns the sources of the tokens of a text from byte `from` on. `ends` are the ends of the tokens, relative to
-/// `from`. A token that touches a span is GIVEN.
+/// `from`. A token that touches a span is PROMPT.
 pub fn sources(ends: &[u32], from: usize, spans: &[Span]) -> Vec<u8> {
     let mut sources = vec![types::TEMPLATE; ends.len()];
     let end = |index: usize| from + ends[index] as usize;

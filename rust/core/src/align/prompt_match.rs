@@ -333,7 +333,7 @@ mod tests {
         let give = |ids: &[u32]| Text::new(ids.to_vec(), vec![types::TEMPLATE; ids.len()]);
         branch.push_unsampled(give(&[1, 2]));
         let sampling = Sampling { turn: 0, version: -1, inv_temperature: 1.0 };
-        branch.push_sampled(&[5, 6, stop], SampledAttributes { sampling, tier: 0, trained: true, logprobs: None });
+        branch.push_sampled(&[5, 6, stop], SampledAttributes { sampling, level: 0, trained: true, logprobs: None });
         branch.push_unsampled(give(after));
         branch
     }

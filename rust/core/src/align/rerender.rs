@@ -199,7 +199,7 @@ impl<'a> TraceAligner<'a, '_> {
         if let Some(stop) = stop.filter(|_| known == stop.unwrap_or(0) && (clean || !self.options.strict)) {
             if text.ids.get(at) == Some(&resolution.ids[stop]) {
                 token_values
-                    .push((at, TokenValues { logprob: resolution.logprob(stop), level: resolution.tier(stop) }));
+                    .push((at, TokenValues { logprob: resolution.logprob(stop), level: resolution.level(stop) }));
             } else if own {
                 let detail = format!("sampled stop token {}, the template closes otherwise", resolution.ids[stop]);
                 self.report(Reason::StopTokenDiffers, turn, stop as i32, 1, detail);
@@ -249,7 +249,7 @@ impl<'a> TraceAligner<'a, '_> {
         let token = run[0].2;
         if run.len() == 1 {
             let same = resolution.ids[token] == id;
-            let token_values = TokenValues { logprob: resolution.logprob(token), level: resolution.tier(token) };
+            let token_values = TokenValues { logprob: resolution.logprob(token), level: resolution.level(token) };
             return same.then_some((token_values, true));
         }
         let sum = || run.iter().map(|(_, _, token)| resolution.logprob(*token)).sum();
@@ -285,7 +285,7 @@ fn mark(branch: &mut Branch<'_>, cells: &[Option<Cell>]) {
         let Some(first) = run[0] else { continue };
         let logprob = |cell: &Cell| if cell.own { cell.token_values.logprob } else { f32::NAN };
         let logprobs = Some(run.iter().flatten().map(logprob).collect());
-        let (sampling, tier, trained) = first.kind();
-        branch.mark(start, end, SampledAttributes { sampling, tier, trained, logprobs });
+        let (sampling, level, trained) = first.kind();
+        branch.mark(start, end, SampledAttributes { sampling, level, trained, logprobs });
     }
 }

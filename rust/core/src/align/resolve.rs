@@ -1,4 +1,4 @@
-//! Determines the ids of recorded tokens, by alignment level (tier).
+//! Determines the ids of recorded tokens, by alignment level.
 //!
 //! T0 and T1 have ids. T2 has the bytes of every token. T3 has text, or bytes that several tokens share. Ids that a
 //! record determines are recovered. Any other id stays unknown, with a reason. A token that shows its own bytes is
@@ -204,8 +204,8 @@ pub struct Resolution<'a> {
     pub ids: Cow<'a, [u32]>,
     /// Whether each id is known; empty if all are.
     known: Vec<bool>,
-    /// Tier of each token; empty if all tokens have `level`.
-    tiers: Vec<u8>,
+    /// Level of each token; empty if all tokens have `level`.
+    levels: Vec<u8>,
     level: u8,
     /// Logprobs, NaN if unknown; `None` if all are unknown.
     pub logprobs: Option<&'a [f32]>,
@@ -233,16 +233,16 @@ pub struct Run {
 }
 
 impl<'a> Resolution<'a> {
-    /// Sets ids that are all known and all of one tier.
+    /// Sets ids that are all known and all of one level.
     pub(super) fn take(&mut self, ids: Cow<'a, [u32]>, level: u8) {
         (self.ids, self.level) = (ids, level);
     }
 
-    /// Appends one id with its own tier. Do not mix with [`Resolution::take`].
-    pub(super) fn push(&mut self, id: Option<u32>, tier: u8) {
+    /// Appends one id with its own level. Do not mix with [`Resolution::take`].
+    pub(super) fn push(&mut self, id: Option<u32>, level: u8) {
         self.ids.to_mut().push(id.unwrap_or(0));
         self.known.push(id.is_some());
-        self.tiers.push(tier);
+        self.levels.push(level);
     }
 
     /// Marks the ids of these tokens as unknown, because other entries may show the same text.
@@ -278,8 +278,8 @@ impl<'a> Resolution<'a> {
         self.known.iter().position(|known| !known).unwrap_or(self.ids.len())
     }
 
-    pub fn tier(&self, index: usize) -> u8 {
-        self.tiers.get(index).copied().unwrap_or(self.level)
+    pub fn level(&self, index: usize) -> u8 {
+        self.levels.get(index).copied().unwrap_or(self.level)
     }
 
     /// Returns the logprob of token `index`, or NaN if it is unknown.
@@ -287,17 +287,17 @@ impl<'a> Resolution<'a> {
         self.logprobs.map_or(f32::NAN, |logprobs| logprobs[index])
     }
 
-    /// Returns the end of the run of known tokens from `start` (at most `end`) that have the tier of the first.
+    /// Returns the end of the run of known tokens from `start` (at most `end`) that have the level of the first.
     pub fn alike(&self, start: usize, end: usize) -> usize {
-        let level = self.tier(start);
+        let level = self.level(start);
         let known_count = self
             .known
             .get(start..end)
             .map_or(end - start, |flags| flags.iter().take_while(|is_known| **is_known).count());
-        let tiers = self.tiers.get(start..end);
-        let same_tier_count =
-            tiers.map_or(end - start, |tiers| tiers.iter().take_while(|tier| **tier == level).count());
-        start + known_count.min(same_tier_count)
+        let levels = self.levels.get(start..end);
+        let same_level_count =
+            levels.map_or(end - start, |levels| levels.iter().take_while(|other| **other == level).count());
+        start + known_count.min(same_level_count)
     }
 
     /// Returns the reason why the id of token `index` is unknown.
@@ -814,7 +814,7 @@ fn place_of(low: u64, high: u64, length: usize) -> usize {
 #[allow(missing_docs, reason = "documented once, at Recovered in Python")]
 pub struct RecoveredTokens {
     pub ids: Vec<i32>,
-    pub tier: Vec<u8>,
+    pub level: Vec<u8>,
     pub logprobs: Vec<f32>,
     pub cu_tokens: Vec<i64>,
     pub trace: Vec<i32>,
@@ -831,7 +831,7 @@ pub fn recover(traces: &[Arc<Trace>], tokenizer: &Tokenizer) -> RecoveredTokens 
         recovered.cu_tokens.extend(part.cu_tokens.iter().map(|end| base + end));
         recovered.trace.extend(std::iter::repeat_n(row as i32, part.turn.len()));
         recovered.ids.extend(part.ids);
-        recovered.tier.extend(part.tier);
+        recovered.level.extend(part.level);
         recovered.logprobs.extend(part.logprobs);
         recovered.turn.extend(part.turn);
         recovered.reason.extend(part.reason);
@@ -853,7 +853,7 @@ fn recover_one(trace: &Trace, tokenizer: &Tokenizer, lookup: &mut Lookup) -> Rec
             let count = resolution.ids.len();
             let reason = |index: usize| if is_known(index) { 0 } else { resolution.why_unknown(index) as u8 };
             recovered.reason.extend((0..count).map(reason));
-            recovered.tier.extend((0..count).map(|index| resolution.tier(index)));
+            recovered.level.extend((0..count).map(|index| resolution.level(index)));
             recovered.logprobs.extend((0..count).map(|index| resolution.logprob(index)));
         }
         recovered.cu_tokens.push(recovered.ids.len() as i64);

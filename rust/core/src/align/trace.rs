@@ -30,7 +30,7 @@ pub struct AlignedTrace<'a> {
     pub findings: Vec<Finding>,
     /// Number of tokens that were sampled according to the record.
     pub recorded: u64,
-    /// Number of these tokens that have tier T0 to T3 and are in a branch with a logprob.
+    /// Number of these tokens that have level T0 to T3 and are in a branch with a logprob.
     pub exact: u64,
 }
 
