@@ -75,7 +75,7 @@ def test_templates_see_what_pythons_json_reads(ours, theirs, text, other):
     if all(map(math.isfinite, (value for value in (json.loads(text),) if isinstance(value, float)))):
         assert ours.render(messages, tools=tools, **kwargs).text == expected
     as_text = told(text, other)
-    found = ours._core.render(as_text[0], as_text[1], False, as_text[2])[0]
+    found = ours._core.render(as_text[0], as_text[1], False, as_text[2])["text"]
     assert found == expected
 
 

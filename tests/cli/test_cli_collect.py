@@ -84,7 +84,11 @@ def test_a_collector_that_is_stopped_says_how_to_go_on(folder):
         (["--collect", "0/1"], {"out": None}, "out is missing"),
         (["--collect", "0/1"], {"tasks": None}, "tasks is missing"),
         (["--collect", "0/1"], {"agent": None}, "agent, environment and rewards are all missing"),
-        (["--trainer-only", "--online.weight_sync", "lora"], {}, r"online\.weight_sync is 'lora'"),
+        (
+            ["--trainer-only", "--server", "http://a", "--online.weight_sync", "lora"],
+            {},
+            r"online\.weight_sync is 'lora'",
+        ),
     ],
 )
 def test_what_a_collector_cannot_be_told_is_said_at_once(folder, capsys, flags, told, why):

@@ -35,7 +35,7 @@ def mapped(*records, **told):
 )
 def test_a_reward_is_a_number_a_boolean_or_a_number_as_text(value, reward, kind):
     if reward is None:
-        with pytest.raises(FormatError, match=r"TG-DATA-043: <records>:1: metadata\.score .*--map\.reward"):
+        with pytest.raises(FormatError, match=r"TG-DATA-043: <records>:1: metadata\.score .*map\.reward"):
             mapped(one(metadata={"score": value}), reward="metadata.score")
         return
     traces, said = mapped(one(metadata={"score": value}), one(), reward="metadata.score")
@@ -274,7 +274,7 @@ def test_sessions_go_over_files_and_a_record_that_is_no_call_is_located(tmp_path
 
 
 def test_an_order_that_is_no_time_is_refused():
-    with pytest.raises(FormatError, match=r"TG-DATA-043.*--map\.order"):
+    with pytest.raises(FormatError, match=r"TG-DATA-043.*map\.order"):
         mapped({**A1, "at": "yesterday"}, session="s", order="at")
     assert len(mapped(B1, session="s", order="at")[0]) == 1
 

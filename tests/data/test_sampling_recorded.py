@@ -444,7 +444,7 @@ def test_score_names_no_kind_of_logprobs_that_nobody_gave(tokenizer, tmp_path):
 def test_what_is_no_object_of_options_is_a_bad_record(tmp_path, value):
     path = tmp_path / "logs.jsonl"
     path.write_text(json.dumps({**OWN, "kwargs": value}) + "\n")
-    with pytest.raises(FormatError, match=r"TG-READ-006.*--map\.sampling"):
+    with pytest.raises(FormatError, match=r"TG-READ-006.*map\.sampling"):
         tg.read(path, map={"sampling": "kwargs"})
 
 

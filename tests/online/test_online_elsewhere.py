@@ -15,6 +15,7 @@ from tracegrad.online.collector import Collector, StalenessLimit
 from tracegrad.online.remote_collectors import RemoteCollectors, RunState
 from tracegrad.online.run_info import RunInfo
 from tracegrad.online.server_pool import Interrupted, ServerPool
+from tracegrad.progress import ProgressPrinter
 from tracegrad.rollout.client import Servers
 from tracegrad.trainer.signals import Interrupt
 
@@ -76,7 +77,7 @@ def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weigh
                     waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1)
                 )
                 interrupt = Interrupt()
-                told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt)
+                told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt, ProgressPrinter(print))
                 following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
                 try:
                     await until(lambda: link.servers.admission is not None)

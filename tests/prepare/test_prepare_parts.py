@@ -144,7 +144,9 @@ def test_traces_that_cannot_be_aligned_are_put_aside_with_their_part(make, tmp_p
     assert len(account.errors) == 1
 
 
+@pytest.mark.nightly
 def test_standard_input_is_read_here_also_where_ray_is_asked_for(example, tmp_path):
+    pytest.importorskip("ray")
     own = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     told = ["prepare", "-", "--model", str(example / "model"), "--out", str(tmp_path / "o"), "--ray", "--workers", "2"]
     text = b"\n".join(lines_of(example, 4))
@@ -261,7 +263,7 @@ def test_what_has_no_place_to_be_cut_is_one_part(tmp_path, text):
     path.write_bytes(text)
     parts, why = prepare.split_inputs(path, 300)
     assert [len(part.places) for part in parts] == [1]
-    assert (parts[0].is_only, why) == (True, "")
+    assert (parts[0].is_only, why) == (True, None)
 
 
 def test_a_stream_of_events_between_records_is_not_cut(tmp_path):
@@ -284,7 +286,7 @@ def test_a_mark_of_byte_order_does_not_keep_a_file_whole(tmp_path):
 def test_what_is_joined_over_the_input_is_one_part_and_said(make, tmp_path, inputs):
     parts, why = prepare.split_inputs(inputs, PART, FieldMap(session="id"))
     assert (len(parts), why) == (1, "--map.session joins records of all inputs")
-    assert prepare.split_inputs(inputs[2], PART, FieldMap(session="id"))[1] == ""  # nothing could be cut
+    assert prepare.split_inputs(inputs[2], PART, FieldMap(session="id"))[1] is None  # nothing could be cut
     os.mkfifo(tmp_path / "pipe")
     [part], why = prepare.split_inputs([*inputs, str(tmp_path / "pipe")], PART)
     assert why == "a pipe can be read only once"

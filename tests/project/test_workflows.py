@@ -204,4 +204,4 @@ def test_a_release_with_a_file_missing_or_too_many_is_refused(tmp_path, spoil, s
 def test_a_wheel_that_does_not_say_what_it_is_made_of_is_refused(tmp_path):
     code, message = told("files", built(tmp_path / "dist", bill=False), tmp_path / "notes")
     assert code == 1
-    assert "holds 0 bills of materials of its Rust crates; it must hold one" in message
+    assert "has 0 bills of materials of its Rust crates; it must have one" in message

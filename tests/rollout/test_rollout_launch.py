@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tracegrad import progress
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online import OnlineConfig, RolloutConfig, servers
-from tracegrad.rollout import launch, progress
+from tracegrad.rollout import launch
 
 # A stand-in for vLLM's module: it starts a child as vLLM does its engine, answers /health, and does not end when told.
 FAKE = """

@@ -312,8 +312,8 @@ def test_a_row_is_broken_down_by_turn_level_and_staleness():
         "tokens_with_rollout_logprob/turn_1": 1,
         "tokens_with_rollout_logprob/level_T0": 2,
         "tokens_with_rollout_logprob/level_T2": 2,
-        "tokens_with_rollout_logprob/lag_0": 1,
-        "tokens_with_rollout_logprob/lag_2": 2,
+        "tokens_with_rollout_logprob/staleness_0": 1,
+        "tokens_with_rollout_logprob/staleness_2": 2,
         "tokens_with_rollout_logprob/staleness_unknown": 1,
     }
 

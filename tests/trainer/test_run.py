@@ -199,7 +199,7 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     assert run.steps_done == 2
 
 
-def test_a_batch_that_is_stale_throughout_is_not_of_lag_0(traces, tmp_path):
+def test_a_batch_that_is_stale_throughout_is_not_of_staleness_0(traces, tmp_path):
     stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(stale, run.objective, 0)[0], version=5)
