@@ -270,6 +270,7 @@ class TestOverride:
             ("surrogate.dual", "wide", r"TG-CONFIG-003.*objective\.surrogate\.dual.*wide"),
             ("weights.0.normalize", "yes", r"TG-CONFIG-003.*objective\.weights\.0\.normalize.*yes"),
             ("reduce.per", "word", r"TG-CONFIG-003.*objective\.reduce\.per.*word.*token.*trace"),
+            ("rejections", 3, r"TG-CONFIG-003.*objective\.rejections is 3.*none"),
         ],
     )
     def test_a_wrong_name_or_value_is_told_with_the_right_ones(self, name, value, message):

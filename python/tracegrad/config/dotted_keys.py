@@ -107,7 +107,9 @@ def read(value: Any, kind: Any, *, finite: bool = False) -> Any:
         raise ValueError("valid UTF-8 text, because TOML requires it")
     if type(value) not in kinds and Any not in kinds:
         kind_names = [_KINDS.get(each, getattr(each, "__name__", str(each))) for each in kinds if not get_args(each)]
-        raise ValueError(" or ".join([*(["one of " + ", ".join(map(str, choices))] if choices else []), *kind_names]))
+        accepted = [*(["one of " + ", ".join(map(str, choices))] if choices else []), *kind_names]
+        # A tuple of components, which has neither choices nor a plain type.
+        raise ValueError(" or ".join(accepted or ["none, to remove its entries, or changed in Python by replace()"]))
     return value
 
 
