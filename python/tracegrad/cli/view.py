@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config
-from tracegrad.cli.args import add_json_flag, print_json, print_lines, verb
+from tracegrad.cli.args import MODEL_HELP, add_json_flag, folder_of, print_json, print_lines, verb
 from tracegrad.errors import ArgumentError
 from tracegrad.storage import cache
 
@@ -29,7 +29,7 @@ def add_to(commands: Any) -> None:
         "paths", nargs="+", metavar="PATH", help="trace files, folders written by prepare, or --out folders of runs"
     )
     parser.add_argument(
-        "--model", metavar="DIR", help="folder with the tokenizer to align with (default: the one of a run)"
+        "--model", metavar="MODEL", type=Path, help=f"{MODEL_HELP}, to align with (default: that of a run)"
     )
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="port on this machine's loopback (default: a free one)"
@@ -64,9 +64,8 @@ def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
     from tracegrad import view
 
     field_map = config.load(overrides=overrides).map
-    with view.Viewer(
-        options.paths, options.index or cache.cache_folder() / "view", options.model, field_map
-    ) as session:
+    index, model = options.index or cache.cache_folder() / "view", options.model and folder_of(options.model)
+    with view.Viewer(options.paths, index, model, field_map) as session:
         if options.export is None:
             view.serve(session, port=options.port, log=_address if options.json else print_lines)
             return 0
