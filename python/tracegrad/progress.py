@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -107,12 +106,14 @@ class Heartbeat:
     """Calls a function about once a second in a thread, until the block ends.
 
     It reports phases that do not report their own progress, such as a long call of the core. The function must be
-    quick and safe to call from a thread; `ProgressPrinter.tick` is.
+    quick and safe to call from a thread; `ProgressPrinter.tick` is. After an error it is not called again, and the
+    error is raised when the block ends.
     """
 
     def __init__(self, beat: Callable[[], None], *, every_s: float = 1.0) -> None:
         self._beat, self._every_s = beat, every_s
         self._ended = threading.Event()
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="tracegrad-progress", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -124,9 +125,12 @@ class Heartbeat:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if error is None and self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
-        # If the output is gone, the main thread reports it when it prints.
-        with suppress(Exception):
+        try:
             while not self._ended.wait(self._every_s):
                 self._beat()
+        except Exception as error:
+            self._error = error

@@ -153,6 +153,30 @@ def test_images_need_pillow_if_there_are_any(has_encoder, has_image, refused, tm
         extras.check_images([str(tmp_path / "t.jsonl")], tmp_path)
 
 
+@pytest.mark.parametrize("has_images", [True, False])
+def test_a_prepared_folder_needs_pillow_only_if_it_has_images(has_images, tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != "PIL")
+    monkeypatch.setattr(extras.prepare, "is_prepared", lambda name: True)
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}}))
+    (tmp_path / "shard-00000").mkdir()
+    if not has_images:
+        extras.check_images([str(tmp_path)], tmp_path)
+        return
+    (tmp_path / "shard-00000" / "media.bin").write_bytes(b"")
+    with pytest.raises(ArgumentError, match="TG-CLI-011"):
+        extras.check_images([str(tmp_path)], tmp_path)
+
+
+def test_an_export_needs_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr(extras, "is_installed", lambda name: name not in ("starlette", "uvicorn"))
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "t.jsonl").write_text(json.dumps({"messages": messages, "reward": 1}) + "\n")
+    view = ["view", str(tmp_path / "t.jsonl"), "--index", str(tmp_path / "index")]
+    assert main([*view, "--export", str(tmp_path / "a.html")]) == 0
+    assert "2+2?" in (tmp_path / "a.html").read_text()
+    assert main(view) == 1
+
+
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 """One red pixel as a PNG."""
 

@@ -7,11 +7,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tracegrad.cli import main, unexpected
+from tracegrad.cli import args, main, unexpected
 from tracegrad.cli.args import Parser
 
 ARGUMENTS = {
@@ -176,6 +177,16 @@ def test_a_full_disk_on_standard_error_keeps_the_exit_code(tmp_path):
     with open("/dev/full", "w") as full:
         assert ended(["doctor", "none", "--model", "none"], subprocess.DEVNULL, full, cwd=tmp_path)[0] == 1
         assert ended(["nosuch"], full, full)[0] == 2
+
+
+@FULL
+def test_a_stream_that_failed_in_another_thread_fails_once_in_the_main_thread():
+    with open("/dev/full", "w") as full, ThreadPoolExecutor(1) as pool:
+        with pytest.raises(args.OutputFailed):
+            pool.submit(args.put, "a", to=full).result()
+        with pytest.raises(args.OutputFailed):
+            args.put("b", to=full)
+        args.put("c", to=full)  # it has been reported
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -3,6 +3,8 @@
 import io
 import threading
 
+import pytest
+
 from tracegrad.progress import Heartbeat, ProgressPrinter, progress_line, time_left
 
 
@@ -46,11 +48,13 @@ def test_a_heartbeat_beats_until_its_block_ends():
     assert not heartbeat._thread.is_alive()
 
 
-def test_a_heartbeat_whose_output_is_gone_ends_without_a_word(capfd):
+def test_a_heartbeat_whose_output_is_gone_ends_and_its_error_is_raised_at_the_end_of_the_block(capfd):
     def beat():
         raise BrokenPipeError
 
-    with Heartbeat(beat, every_s=0.001) as heartbeat:
-        heartbeat._thread.join(60)
-        assert not heartbeat._thread.is_alive()
+    heartbeat = Heartbeat(beat, every_s=0.001).__enter__()
+    heartbeat._thread.join(60)
+    assert not heartbeat._thread.is_alive()
+    with pytest.raises(BrokenPipeError):
+        heartbeat.__exit__(None, None, None)
     assert capfd.readouterr() == ("", "")

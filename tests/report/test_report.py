@@ -303,14 +303,18 @@ def test_the_off_policy_estimate_tells_whether_training_helped(tmp_path, last, v
     assert f'<h2 class="verdict {kind}">{verdict}</h2>' in found.raw
     assert f"after step 6, with a 95 % interval of {last['ope_low']} to {last['ope_high']}" in opening(found)
     assert "80 of 128 held-out traces" in opening(found)
-    assert ("The interval contains the reward before training" in opening(found)) == (kind == "unclear")
+    assert ("The interval contains zero" in opening(found)) == (kind == "unclear")
 
 
 def test_the_estimate_is_compared_with_that_before_training_and_not_with_another_policys_reward(tmp_path):
     start = row(0, 0.9, 0.85, 0.95)  # The records (reward 0.445) are of a weaker policy than the one trained.
     assert 'class="verdict worse"' in of_rows(tmp_path, [start, row(6, 0.7, 0.6, 0.8)]).raw
     unreliable = {**start, "ope_reliable": 0}
-    assert 'class="verdict helped"' in of_rows(tmp_path, [unreliable, row(6, 0.7, 0.6, 0.8)]).raw
+    found = of_rows(tmp_path, [unreliable, row(6, 0.7, 0.6, 0.8)])
+    assert 'class="verdict unclear"' in found.raw
+    assert "no reliable estimate before training" in opening(found)
+    # The intervals of both count: the difference of 0.15 has an interval from 0.15 - 0.2 on.
+    assert 'class="verdict unclear"' in of_rows(tmp_path, [row(0, 0.5, 0.4, 0.7), row(6, 0.65, 0.6, 0.7)]).raw
 
 
 @pytest.mark.parametrize(
@@ -402,10 +406,16 @@ def test_an_online_run_is_judged_by_its_evaluation_and_then_by_its_rewards(tmp_p
     assert opening(found).index("Evaluation") < opening(found).index("Reward of the rollouts")
     assert "no second evaluation" in opening(of_rows(tmp_path, [evaluations[0], *steps]))
     no_interval = {**evaluations[1], "eval_low": None, "eval_high": None}
-    assert "an evaluation has one reward" in opening(of_rows(tmp_path, [evaluations[0], *steps, no_interval]))
+    equal = {**evaluations[1], "eval_reward": 1.0, "eval_low": 1.0, "eval_high": 1.0}
+    few = {**evaluations[1], "eval_tasks": 9, "eval_reward": 0.9, "eval_low": 0.8, "eval_high": 1.0}
+    for last in (no_interval, equal, few):
+        found = of_rows(tmp_path, [evaluations[0], *steps, last])
+        assert "fewer than 10 tasks, or equal rewards" in opening(found)
     assert "20 are needed" in opening(of_rows(tmp_path, steps[:19]))
     filtered = [{**each, "groups_zero_std": 1} for each in steps]
     assert "leave out groups with equal rewards" in opening(of_rows(tmp_path, filtered))
+    without_updates = [{**each, "step": each["step"] + (each["step"] > 15)} for each in steps]
+    assert "leave out groups with equal rewards" in opening(of_rows(tmp_path, without_updates))
 
 
 def test_tables_have_headings_and_fields_have_labels(tmp_path):

@@ -441,6 +441,15 @@ def test_a_run_has_the_state_that_its_lock_records(tmp_path):
         fail(RuntimeError("no"))
     assert state_of(run.path) == "crashed (RuntimeError)"
     assert "<td>crashed (RuntimeError)</td>" in page([run.path])
+    with pytest.raises(SystemExit):
+        fail(SystemExit(3))
+    assert state_of(run.path) == "crashed (SystemExit)"
+    with run.lock():
+        run.begin()
+    (run.path / manifest.LOCK).write_text(
+        (run.path / manifest.LOCK).read_text().split("\n")[0] + "\nrunning elsewhere\n"
+    )
+    assert state_of(run.path, time.time() + 9999) == "unknown (begun on another machine)"
     with pytest.raises(KeyboardInterrupt):
         fail(KeyboardInterrupt())
     assert state_of(run.path) == "stopped"

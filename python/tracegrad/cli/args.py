@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -45,6 +46,8 @@ def read_key(path: Path) -> str:
 
 
 _reserved: list[TextIO] = []
+_failed: dict[int, OSError] = {}
+"""Errors of streams that could not be written, by the id of the stream. Such a stream writes to /dev/null."""
 
 
 class OutputFailed(Exception):
@@ -62,9 +65,13 @@ def put(*lines: str, to: TextIO | None) -> None:
         OutputFailed: if it cannot be written, such as a closed pipe or a full disk.
     """
     try:
+        if id(to) in _failed:  # in another thread
+            raise _failed.pop(id(to))
         print(*lines, sep="\n", file=to, flush=True)
     except OSError as error:
         redirect_to_devnull(to)
+        if threading.current_thread() is not threading.main_thread():
+            _failed[id(to)] = error
         raise OutputFailed(error) from error
 
 

@@ -114,7 +114,11 @@ def check_images(names: list[str], model: Path) -> None:
     if "-" in names or not requirement.missing() or not _has_vision_encoder(model):
         return
     try:
-        if not any(map(prepare.is_prepared, names)):
+        if any(map(prepare.is_prepared, names)):
+            local = [Path(name) for name in names if not is_address(name)]
+            if not any(next(folder.rglob("media.bin"), None) for folder in local):  # the images of a prepared folder
+                return
+        else:
             batches = islice(stream(names, limit=_INSPECTED_TRACES, on_error="skip"), _INSPECTED_TRACES)
             if not any(len(Images.of_records(traces.core)) for traces in batches):
                 return
@@ -138,6 +142,8 @@ def _requirements(options: argparse.Namespace, values: Mapping[str, Any]) -> Ite
     extras = VERB_EXTRAS.get(verb, ())
     if verb == "online" and options.collect is not None:
         extras = ("online",)
+    if verb == "view" and options.export is not None:
+        extras = ()
     if extras and not does_not_train:
         packages = dict.fromkeys(name for extra in extras for name in EXTRAS[extra])
         yield Requirement(verb, extras[-1], tuple(packages))

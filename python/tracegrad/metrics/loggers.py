@@ -379,9 +379,11 @@ def reported_stages(
         if (line := watch.line(without)) is not None:
             printer.tick(lambda _: line)
 
-    with Heartbeat(beat):
-        yield
-    printer.clear()
+    try:
+        with Heartbeat(beat):
+            yield
+    finally:
+        printer.clear()
 
 
 def log_all(sinks: Iterable[Sink], row: Row) -> None:

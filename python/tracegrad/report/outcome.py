@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from tracegrad._html import number
-from tracegrad.metrics import off_policy_estimate, unreliable_reason
+from tracegrad.metrics import MIN_ESS, off_policy_estimate, unreliable_reason
 from tracegrad.report.charts import Bar, Rows, as_number, is_online_step, step_of
 
 Verdict = Literal["helped", "worse", "unclear"]
@@ -122,9 +122,9 @@ def measured_outcomes(rows: Rows, groups: int) -> list[Outcome]:
 
 
 def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
-    """Compare the off-policy estimate after training with the reward of the same held-out traces before.
+    """Compare the off-policy estimates before the first step and after training.
 
-    The reward before is the estimate before the first step, or the recorded reward if that estimate is not reliable.
+    Without a reliable estimate before, it cannot be told: the recorder need not be the policy that is trained.
     """
     measured = [(step_of(row, index), row) for index, row in enumerate(rows) if "ope" in row]
     last_step = max((step_of(row, index) for index, row in enumerate(rows)), default=0)
@@ -141,8 +141,7 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
     if estimate is None or recorded is None:
         return Outcome(*_OFF_POLICY, "unclear", f"It is unknown, because {_reason(row)}.{_last_reliable(measured)}")
     start = _estimate(first_row) if first_step == 0 else None
-    before = recorded if start is None else start.value
-    at = "" if start is None else f"The estimate before training is {_short(before)}. "
+    at = "" if start is None else f"The estimate before training is {_short(start.value)}. "
     traces, ess = (round(as_number(row.get(key)) or 0) for key in ("ope_traces", "ope_ess"))
     sentences = (
         f"The trained policy's mean reward on held-out groups is estimated at {_short(estimate.value)} after step "
@@ -156,9 +155,15 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
         else Bar("before training", *start, _numbers(start)),
         Bar(f"after step {step:,.0f}", *estimate, _numbers(estimate)),
     )
-    # The estimates before and after are of the same traces, so the reward before counts as exact.
-    change = Estimate(*(end - before for end in estimate))
-    return Outcome(*_OFF_POLICY, *_verdict(change, sentences, "the reward before training"), bars)
+    if start is None:
+        return Outcome(*_OFF_POLICY, "unclear", f"{sentences} There is no reliable estimate before training.", bars)
+    # Both estimates are of the same traces. The wider half of the two intervals holds for their difference.
+    change, down, up = (
+        estimate.value - start.value,
+        max(estimate.value - estimate.low, start.high - start.value),
+        max(estimate.high - estimate.value, start.value - start.low),
+    )
+    return Outcome(*_OFF_POLICY, *_verdict(Estimate(change, change - down, change + up), sentences), bars)
 
 
 def evaluation_outcome(rows: Rows) -> Outcome:
@@ -171,7 +176,8 @@ def evaluation_outcome(rows: Rows) -> Outcome:
     (first_step, first_row), (last_step, last_row) = measured[0], measured[-1]
     before, after = _evaluation(first_row), _evaluation(last_row)
     if before is None or after is None:
-        return Outcome(*_EVALUATION, "unclear", "The change is unknown, because an evaluation has one reward.")
+        reason = f"an evaluation has fewer than {MIN_ESS:g} tasks, or equal rewards"
+        return Outcome(*_EVALUATION, "unclear", f"The change is unknown, because {reason}.")
     at_first = "before training" if first_step == 0 else f"after step {first_step:,.0f}"
     bars = (
         Bar(at_first, *before, _numbers(before) + _tasks(first_row)),
@@ -196,7 +202,8 @@ def online_reward_outcome(rows: Rows) -> Outcome:
         reason = f"{len(rewards)} steps have a reward, and {2 * WINDOW} are needed"
         return Outcome(*_REWARD, "unclear", f"The change is unknown, because {reason}.{advice}")
     windows = rewards[:WINDOW], rewards[-WINDOW:]
-    if any(as_number(row.get("groups_zero_std")) for window in windows for _, _, row in window):
+    has_gap = any(window[-1][0] - window[0][0] != WINDOW - 1 for window in windows)  # steps without an update
+    if has_gap or any(as_number(row.get("groups_zero_std")) for window in windows for _, _, row in window):
         reason = "steps leave out groups with equal rewards, so the reward of a step is not that of all rollouts"
         return Outcome(*_REWARD, "unclear", f"The change is unknown, because {reason}.{advice}")
     before, after = (_mean([reward for _, reward, _ in window]) for window in windows)
@@ -245,9 +252,12 @@ def _estimate(row: Mapping[str, Any]) -> Estimate | None:
 
 
 def _evaluation(row: Mapping[str, Any]) -> Estimate | None:
-    """Return the mean reward of an evaluation; None if it has no interval."""
+    """Return the mean reward of an evaluation; None if it has no interval, or one of width 0, or of few tasks."""
     value, low, high = (as_number(row.get(f"eval_{end}")) for end in ("reward", "low", "high"))
-    return None if value is None or low is None or high is None else Estimate(value, low, high)
+    if value is None or low is None or high is None:
+        return None
+    is_reliable = low < high and (as_number(row.get("eval_tasks")) or 0) >= MIN_ESS
+    return Estimate(value, low, high) if is_reliable else None
 
 
 def _missing_reason(groups: int) -> str:

@@ -121,12 +121,15 @@ class RunDirectory:
             ) from error
         with manifest.lock(self.path, _MARK):
             self._is_locked = True
-            end = "stopped"  # by KeyboardInterrupt or SystemExit
+            end = "stopped"  # by KeyboardInterrupt
             try:
                 yield
                 end = f"ended {self._end_reason}"
-            except Exception as error:
-                end = f"failed {getattr(error, 'code', None) or type(error).__name__}"
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # also a panic of the core, and SystemExit of user code
+                code = error.code if isinstance(error, TracegradError) else None
+                end = f"failed {code or type(error).__name__}"
                 raise
             finally:
                 if self._has_begun:
@@ -242,7 +245,8 @@ class RunStatus(NamedTuple):
     Args:
         state: "running", "ended", "stopped" (by a signal), "failed" (with an error), "killed" (its process is gone and
             recorded no end), or "unknown" (nothing is recorded, or the run is on another machine).
-        detail: code or type of the error of a failed run, reason of an ended one, or "".
+        detail: code or type of the error of a failed run, reason of an ended one, "running elsewhere" for a run that
+            was begun on another machine, or "".
     """
 
     state: Literal["running", "ended", "stopped", "failed", "killed", "unknown"]
@@ -251,7 +255,7 @@ class RunStatus(NamedTuple):
 
 def read_status(folder: Path) -> RunStatus:
     """Return the status of the run in a folder, from its lock file and the lock itself. It never fails."""
-    if manifest.is_locked(folder):
+    if (is_locked := manifest.is_locked(folder)) is True:
         return RunStatus("running")
     try:
         with safetensors_file.open_file(folder / manifest.LOCK) as file:
@@ -263,7 +267,8 @@ def read_status(folder: Path) -> RunStatus:
         return RunStatus("unknown")
     state, detail = words[0], " ".join(words[1:])
     if state == "running":  # The lock of another machine may be invisible here.
-        return RunStatus("killed" if detail == platform.node() else "unknown")
+        is_gone = is_locked is False and detail == platform.node()
+        return RunStatus("killed") if is_gone else RunStatus("unknown", "running elsewhere")
     if state == "failed":
         return RunStatus("failed", detail[:80])
     if state == "ended":

@@ -154,10 +154,9 @@ def train(
                 stopped = loop.run([loop.lines, *chosen_sinks], rows, interrupt)
             trainer.run_dir.mirror.end(stopped)
         finally:
-            loop.epochs.close()
-            loop.keeper.close()
-            for sink in [loop.lines, *chosen_sinks]:
-                sink.close()
+            with ExitStack() as closing:  # each is closed, also if another one fails; the sinks come first
+                for each in (loop.epochs, loop.keeper, loop.lines, *chosen_sinks):
+                    closing.callback(each.close)
         with ranks.fail_together():
             trainer.run_dir.push()
     last = checkpoint.list_checkpoints(trainer.out)[-1]

@@ -74,6 +74,8 @@ def state_of(run: Path, now: float | None = None) -> str:
     is_newer = changed > (_changed(run / "summary.json") if summary else 0.0) + _QUIET_S / 30
     if status.state == "unknown" and is_newer and _is_recent(run, time.time() if now is None else now):
         return "running"
+    if status.detail == "running elsewhere":
+        return "unknown (begun on another machine)"
     if status.state == "unknown" and (reason := summary.get("stopped")):
         return _STOPPED.get(str(reason), str(reason)[:40])
     return "stopped" if changed else "not started"
