@@ -57,7 +57,12 @@ _COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
 
 A config decides whether the recorded logprobs are used. **A `GRPOConfig` without `use_vllm: true` does not use them**:
 TRL then assumes that its own model sampled the tokens. For recorded traces set `use_vllm: true` in the file, or
-leave the config out and use tracegrad's default, DAPO.
+leave the config out and use tracegrad's default, DAPO. With `use_vllm: true` you also get TRL's defaults for it: a
+mask on the product of a trace's ratios, and a ratio of 1 for missing logprobs.
+`vllm_importance_sampling_mode: token_truncate` weights each token instead.
+
+The size of a batch is not imported: set `--train.groups_per_step`. `--logprob-kind` says what your records contain:
+`processed` for rows of TRL and verl, `raw` for vLLM's own default.
 
 Missing logprobs are reported. Their tokens are masked, unless the config says otherwise. The doctor reports them
 first, and its line `next` has the `--map` flags that your logs need. Add them to the command:
