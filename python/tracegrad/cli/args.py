@@ -503,13 +503,14 @@ def without_missing_flags(message: str, parser: "Parser") -> str:
     """
     text = message.partition("Traceback (most recent call last)")[0]
     own = {*parser._option_string_actions, *(f"--{name}" for name in parser.dotted_names())}
+    ours = {*OUR_FLAGS, *(f"--{name}" for name in known_options())}
     verb_name = parser.prog.rpartition(" ")[2]
     missing = []
     for match in re.finditer(r"(?<![\w-])--[a-z][\w.-]*\w", text):
         sentence = re.split(r"[.;:] ", text[: match.start()])[-1]
         is_of_another_command = re.search(r"\b(?:tracegrad|python|vllm|inspect) \w+|`prepare", sentence)
-        if match[0] in OUR_FLAGS or match[0][2:] in known_options():
-            missing += [match[0]] if match[0] not in own and not is_of_another_command else []
+        if match[0] in ours and match[0] not in own and not is_of_another_command:
+            missing.append(match[0])
     note = f" ({verb_name} has no {' and no '.join(dict.fromkeys(missing))}.)" if missing else ""
     return message + note
 

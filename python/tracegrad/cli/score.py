@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import shlex
-import time
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +112,12 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     files.check_not_read([cache], input_paths, "--cache")
     run_config = config.load(overrides=overrides)
     functions = user_functions.functions(options.reward, Path.cwd(), "--reward") if options.reward else []
-    bar, printer, started = data.ProgressBar(), ProgressPrinter(), time.monotonic()
+    bar, printer = data.ProgressBar(), ProgressPrinter()
 
     def report(done: int, total: int) -> None:
         printer.tick(
-            lambda _: progress_line(
-                "scoring", [f"{done:,} of {total:,} groups"], seconds=time.monotonic() - started, done=done, total=total
+            lambda seconds: progress_line(
+                "scoring", [f"{done:,} of {total:,} groups"], seconds=seconds, done=done, total=total
             )
         )
 

@@ -349,14 +349,15 @@ class Stopwatch:
         Args:
             without: stages that report their own progress.
         """
-        running, (done, total) = self._running[-1:], self._work
-        for stage, start in running:
-            seconds = self._clock() - start
-            if seconds < EVERY_S or stage in without:
-                return None
-            details = [f"{done:,} of {total:,} steps"] if total else []
-            return progress_line(STAGES.get(stage, stage), details, seconds=seconds, done=done, total=total)
-        return None
+        running, (done, total) = self._running[-1:], self._work  # a copy: another thread may end the stage
+        if not running:
+            return None
+        [(stage, start)] = running
+        seconds = self._clock() - start
+        if seconds < EVERY_S or stage in without:
+            return None
+        details = [f"{done:,} of {total:,} steps"] if total else []
+        return progress_line(STAGES.get(stage, stage), details, seconds=seconds, done=done, total=total)
 
 
 @contextmanager

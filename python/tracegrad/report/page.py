@@ -38,11 +38,12 @@ _MODES = (
     ("advantage", "the reward compared with its group"),
     ("source", "sampled, prompt or template"),
 )
-_STOPPED = {
+STOP_REASONS = {
     "ope_ess": "stopped: effective sample size too small",
-    "ope_falls": "stopped: off-policy estimate fell",
-    "signal": "stopped on request",
+    "ope_falls": "stopped: off-policy estimate falls",
+    "signal": "stopped by a signal",
 }
+"""Reasons in summary.json why a run stopped before its last step."""
 
 
 class Decoder(Protocol):
@@ -235,7 +236,7 @@ def _facts(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any], part: st
         ("steps", steps if planned is None else f"{steps} of {planned:,.0f}"),
         *((name, f"{value:,}") for name, value in numbers.items()),
     ]
-    if reason := _STOPPED.get(str(summary.get("stopped"))):
+    if reason := STOP_REASONS.get(str(summary.get("stopped"))):
         facts.insert(1, ("end", reason))
     seconds = summary.get("seconds")
     if isinstance(seconds, Mapping) and seconds:

@@ -11,7 +11,8 @@ from typing import Any
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
 from tracegrad.errors import TracegradError
-from tracegrad.report.charts import curves, overlay_curves
+from tracegrad.report.charts import as_number, curves, overlay_curves
+from tracegrad.report.page import STOP_REASONS
 from tracegrad.storage.run_dir import read_status
 from tracegrad.view import detail
 
@@ -22,13 +23,7 @@ _MOST_FINDINGS = 40
 _MOST_REASONS = 100
 _MOST_COLUMNS = 6
 _READ = ("metrics.jsonl", "summary.json", "config.toml", "doctor.json")
-_STOPPED = {
-    "done": "done",
-    "signal": "stopped by a signal",
-    "tasks": "ended: no tasks left",
-    "ope_ess": "stopped: effective sample size too small",
-    "ope_falls": "stopped: off-policy estimate falls",
-}
+_ENDS = {"done": "done", "tasks": "ended: no tasks left", **STOP_REASONS}
 
 
 def page(runs: Sequence[Path], chosen: Sequence[str] = ()) -> str:
@@ -69,7 +64,7 @@ def state_of(run: Path, now: float | None = None) -> str:
     if status.state in ("failed", "killed"):
         return f"crashed ({status.detail})" if status.detail else "crashed"
     if status.state == "ended":
-        return _STOPPED.get(status.detail, status.detail[:40]) or "ended"
+        return _ENDS.get(status.detail, status.detail[:40]) or "ended"
     summary, changed = _json(run / "summary.json"), _changed(run / "metrics.jsonl")
     is_newer = changed > (_changed(run / "summary.json") if summary else 0.0) + _QUIET_S / 30
     if status.state == "unknown" and is_newer and _is_recent(run, time.time() if now is None else now):
@@ -77,7 +72,7 @@ def state_of(run: Path, now: float | None = None) -> str:
     if status.detail == "running elsewhere":
         return "unknown (begun on another machine)"
     if status.state == "unknown" and (reason := summary.get("stopped")):
-        return _STOPPED.get(str(reason), str(reason)[:40])
+        return _ENDS.get(str(reason), str(reason)[:40])
     return "stopped" if changed else "not started"
 
 
@@ -179,12 +174,7 @@ def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> s
 
 def _is_share(estimate: Mapping[str, Any]) -> bool:
     ends = estimate.get("ci95")
-    return isinstance(ends, list) and len(ends) == 2 and all(map(_is_number, (estimate.get("success"), *ends)))
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value from a file is a number of reasonable size."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e30 < value < 1e30
+    return isinstance(ends, list) and len(ends) == 2 and None not in map(as_number, (estimate.get("success"), *ends))
 
 
 def _has_numbers(row: Mapping[str, Any], *names: str) -> bool:
@@ -231,7 +221,7 @@ def _mismatches(runs: Mapping[str, Path]) -> str:
 
 def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
     recorded, exact = summary.get("recorded"), summary.get("exact")
-    if not (_is_number(recorded) and _is_number(exact) and recorded):
+    if not recorded or None in map(as_number, (recorded, exact)):
         return ""
     share = percent(1 - exact / recorded)
     return f"<p>{escape(name)}: {share} of {recorded:,} recorded tokens have no exact id and logprob.</p>"
@@ -242,7 +232,7 @@ def _count(counts: Any, key: str) -> str:
     if counts is None:
         return "0"
     value: Any = counts.get(key) if isinstance(counts, Mapping) else None
-    return number(value) if _is_number(value) else "?"
+    return "?" if as_number(value) is None else number(value)
 
 
 def _doctor(run: Path, name: str) -> str:
@@ -286,7 +276,8 @@ def _rows(run: Path) -> list[dict[str, Any]]:
     try:
         rows = metrics.read_rows(path)[-_MOST_ROWS:] if path.is_file() else []
         finite = (
-            {key: value for key, value in row.items() if _is_number(value) or not _numeric(value)} for row in rows
+            {key: value for key, value in row.items() if not _numeric(value) or as_number(value) is not None}
+            for row in rows
         )
         return [row for row in finite if "step" in row]
     except TracegradError:
