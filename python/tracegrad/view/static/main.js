@@ -190,7 +190,9 @@
       late = setTimeout(() => {
         tg.address.write(!isTyping);
         isTyping = true;
-        searched().catch(fails);
+        // Enter after typing: the search is shown or under way, and the selected trace stays.
+        const isSame = get("query").value === search.q && get("regex").checked === search.regex;
+        if (!isSame || refused) searched().catch(fails);
       }, wait);
     };
     get("query").addEventListener("input", () => typed(120));
