@@ -228,7 +228,7 @@ def _sequences(number: int) -> Sequences:
     said = {"trace": [0, 1, 1], "group": [0, 0], "rewards": np.array([[1.0, 0.0], [0.0, np.nan]], np.float32)}
     extras = {
         "routed_experts": np.full((12, 2, 2), 3, np.int16),
-        "sampling_mask": Ragged(np.arange(13, dtype=np.int64), np.arange(12, dtype=np.int32)),
+        "masks": Ragged(np.arange(13, dtype=np.int64), np.arange(12, dtype=np.int32)),
     }
     made = Sequences.from_arrays(
         np.arange(12) + number, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras

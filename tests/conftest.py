@@ -102,6 +102,8 @@ def served(request, example, tmp_path_factory):
         "--enable-scale-out",
         "--logprobs-mode",
         "processed_logprobs",
+        "--max-logprobs",
+        "128",
         "--trust-request-chat-template",
     ]
     flags += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -234,6 +234,16 @@ class Conversation:
 MISMATCH_REASONS: list[str]
 USAGE_SLACK: tuple[int, float]
 
+def token_sets_encode(
+    offsets: NDArray[np.int64], values: NDArray[np.int32]
+) -> tuple[NDArray[np.int64], NDArray[np.uint8]]: ...
+def token_sets_check(starts: NDArray[np.int64], data: NDArray[np.uint8], count: int) -> None: ...
+def token_sets_decode(
+    starts: NDArray[np.int64], data: NDArray[np.uint8], count: int, tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]: ...
+def token_sets_keys(
+    starts: NDArray[np.int64], data: NDArray[np.uint8], count: int, tokens: NDArray[np.int64]
+) -> NDArray[np.int64]: ...
 def align_traces(
     traces: Traces,
     tokenizer: Tokenizer,

@@ -240,11 +240,12 @@ def test_a_sampling_mask_is_bounded_too(wide, id_):
 
     def found(masks):
         response = {"request_id": "r", "choices": [{**choice, "sampling_mask": masks}]}
-        return align(wide, {"id": "t", "calls": [{"request": request, "response": response}]})
+        record = {"id": "t", "logprob_kind": "processed", "calls": [{"request": request, "response": response}]}
+        return align(wide, record)
 
     right, wrong = found([[30], [40, 41], [2]]), found([[30], [40, id_], [2]])
     assert trained(right) == SAMPLED
-    assert "sampling_mask" in right.extras
+    assert right.support is not None
     assert trained(wrong) == []
     assert wrong.alignment_report.count[wrong.alignment_report.reason == 25].tolist() == [3]
 

@@ -23,8 +23,8 @@ def masks(values):
 
 
 def test_rows_are_kept_on_disk_and_taken_by_origin(tmp_path):
-    sequences({"sampling_mask": masks([5, 9, 6])}).save(tmp_path / "s")
-    found = Sequences.load(tmp_path / "s").extras["sampling_mask"]
+    sequences({"masks": masks([5, 9, 6])}).save(tmp_path / "s")
+    found = Sequences.load(tmp_path / "s").extras["masks"]
     assert isinstance(found, Ragged)
     assert [row.tolist() for row in found] == [[], [5, 9], [6]]
     assert found.take([2, 1]).values.tolist() == [6, 5, 9]
@@ -32,11 +32,11 @@ def test_rows_are_kept_on_disk_and_taken_by_origin(tmp_path):
 
 def test_a_shard_without_the_rows_has_empty_ones_and_without_the_column_minus_one(tmp_path):
     column = np.arange(6, dtype=np.int32).reshape(3, 2)
-    sequences({"sampling_mask": masks([5, 9, 6]), "routed_experts": column}).save(tmp_path / "shard-00000")
+    sequences({"masks": masks([5, 9, 6]), "routed_experts": column}).save(tmp_path / "shard-00000")
     sequences({}).save(tmp_path / "shard-00001")
     manifest.seal(tmp_path)
     both = Sequences.load(tmp_path)
-    assert [row.tolist() for row in both.extras["sampling_mask"]] == [[], [5, 9], [6], [], [], []]
+    assert [row.tolist() for row in both.extras["masks"]] == [[], [5, 9], [6], [], [], []]
     assert both.extras["routed_experts"].tolist() == [*column.tolist(), *[[-1, -1]] * 3]
 
 

@@ -55,7 +55,7 @@ def test_a_trace_is_a_row():
     assert found.pop("group")[1] == np.frombuffer(blake2b(b"h", digest_size=16).digest(), "<u8").tolist()
     assert str(found.pop("rewards")) == "[[0.5, nan], [1.0, 2.0]]"
     assert str(found.pop("temperature")) == "[nan, nan]"
-    assert found.pop("reshaped") == [0, 0]
+    assert [found.pop("reshaped"), found.pop("replayed")] == [[0, 0]] * 2
     assert found == {
         "branches": [2, 1],
         "tokens": [5, 1],
@@ -112,7 +112,7 @@ def test_the_columns_are_those_of_a_loop_over_tokens(traces):
         assert {
             name: found[name][row]
             for name in found
-            if found[name].ndim == 1 and name not in ("temperature", "reshaped")
+            if found[name].ndim == 1 and name not in ("temperature", "reshaped", "replayed")
         } == {
             "branches": len(trace),
             "tokens": len(own),
@@ -143,7 +143,7 @@ def none():
     one = Sequences.from_arrays([], [0, 0], [], [])
     gone = {
         name: getattr(one, name)[:0]
-        for name in ("trace", "group", "rewards", "logprob_kind", "temperature", "reshaped")
+        for name in ("trace", "group", "rewards", "logprob_kind", "temperature", "reshaped", "replayed")
     }
     gone |= {"ending": one.ending[:0], "cu_seqlens": one.cu_seqlens[:1], "cu_turns": one.cu_turns[:1]}
     return replace(one, **gone, trace_ids=(), group_names=())

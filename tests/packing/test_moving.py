@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.packing import pack, prefetch
@@ -27,7 +28,7 @@ def test_prefetched_batches_are_the_batches_in_order(device, ahead):
     for one, other in zip(found, batches(), strict=True):
         assert one.longest == 6
         for field in fields(other):
-            if field.name in ("longest", "images"):
+            if field.name in ("longest", "images", "support"):
                 continue
             moved, given = getattr(one, field.name), getattr(other, field.name)
             if field.name == "term":
@@ -36,6 +37,18 @@ def test_prefetched_batches_are_the_batches_in_order(device, ahead):
                 assert moved.device.type == device
                 assert moved.dtype == (torch.float32 if given.dtype == np.float32 else torch.int64)
             assert moved.tolist() == given.tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_support_of_a_batch_moves_with_it(device):
+    rows = Ragged(np.array([0, 0, 2, 3]), np.array([6, 9, 7], np.int32))
+    sequences = Sequences.from_arrays([5, 6, 7], [0, 3], [np.nan, -1.0, -1.0], [False, True, True], support=rows)
+    [batch] = pack(sequences, [1.0], tokens_per_row=3)[0].batches
+    moved = batch.to(device).support
+    assert (moved.ids.device.type, moved.ids.dtype, moved.row.dtype) == (device, torch.int64, torch.int64)
+    assert (moved.ids.tolist(), moved.row.tolist(), moved.offsets.tolist()) == ([6, 9, 7], [0, 0, 1], [0, 2, 3])
+    second = moved.at(slice(1, 2))
+    assert (second.ids.tolist(), second.row.tolist(), second.offsets.tolist()) == ([7], [0], [0, 1])
 
 
 def test_on_a_cpu_a_batch_is_moved_when_it_is_asked_for():

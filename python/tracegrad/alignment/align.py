@@ -12,6 +12,7 @@ from tracegrad import _core, _validation
 from tracegrad.alignment.mismatch import AlignmentReport, find_wrong_context
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import LOGPROB_KINDS, SERVERS
 from tracegrad.data.trace import Trace, Traces
@@ -179,7 +180,9 @@ def align(
         for name, column in extra_columns
     }
     images = _images(spans, rule, table) if rule and spans else None
-    return Sequences(**fields, **names, alignment_report=report, extras=extras, images=images)
+    kept = extras.pop("sampling_mask", None)
+    support = TokenSets.from_rows(kept) if isinstance(kept, Ragged) and len(kept.values) else None
+    return Sequences(**fields, **names, alignment_report=report, extras=extras, images=images, support=support)
 
 
 class CoreImageRule(NamedTuple):

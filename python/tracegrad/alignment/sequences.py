@@ -16,6 +16,7 @@ from tracegrad import _html, _validation
 from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import AlignmentReport, empty_report
 from tracegrad.alignment.ragged import Ragged
+from tracegrad.alignment.token_sets import TokenSets, support_of
 from tracegrad.data import to_arrow
 from tracegrad.data.codes import ENDINGS, LEVEL_TEXT, LEVELS, LOGPROB_KINDS, MEDIA, NO_LEVEL, PROMPT, SAMPLED, TEXT_ONLY
 from tracegrad.errors import ArgumentError
@@ -115,15 +116,20 @@ class Sequences:
         temperature: [R] float32: the sampling temperature, NaN if that of any turn is unknown. If turns differ, it is
             one that is not 1.
         reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
-            in a turn with logprobs. Its tokens then have another distribution than that of the temperature.
+            in a turn with logprobs, and `support` does not replay it. Its tokens then have another distribution than
+            that which the trainer computes.
+        replayed: [R] uint32: bit b is set if option b was on in a turn with logprobs and `support` replays it.
         ending: [R] uint8: the end of the last generation: 0 unknown, 1 finished, 2 truncated by a length limit, an
             abort or a filter. It is read from the finish reason. Without one, a generation is finished if it contains
             its stop token or text.
         trace_ids: R names; `group_names`: names of the integers in `group`.
         alignment_report: the alignment report.
         extras: named arrays per token [T, ...], or `Ragged` if rows differ in length; sliced along with the tokens.
-            `routed_experts` (-1 if a token has none) and `sampling_mask` come from the records.
+            `routed_experts` (-1 if a token has none) come from the records.
         images: the spans of images; None if there are none.
+        support: the ids from which each token was sampled, if the sampler kept only a part of the vocabulary (top_p,
+            top_k, min_p, ...); None if there is no such token. The logprobs of these tokens, recorded and computed, are
+            over their support.
 
     >>> nan = float("nan")
     >>> sequences = Sequences.from_arrays(
@@ -156,12 +162,14 @@ class Sequences:
     logprob_kind: NDArray[np.uint8]
     temperature: NDArray[np.float32]
     reshaped: NDArray[np.uint32]
+    replayed: NDArray[np.uint32]
     ending: NDArray[np.uint8]
     trace_ids: tuple[str, ...] = ()
     group_names: tuple[str, ...] = ()
     alignment_report: AlignmentReport = field(default_factory=empty_report)
     extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
     images: ImageSpans | None = None
+    support: TokenSets | None = None
 
     @property
     def tokens(self) -> int:
@@ -282,6 +290,7 @@ class Sequences:
         logprob_kind: str = "processed",
         ending: ArrayLike | None = None,
         extras: Mapping[str, Array | Ragged] | None = None,
+        support: Ragged | TokenSets | None = None,
     ) -> "Sequences":
         """Create sequences from the arrays of a trainer.
 
@@ -300,6 +309,8 @@ class Sequences:
             logprob_kind: "raw", "processed" or "unknown".
             ending: [R] 0 unknown, 1 finished, 2 truncated; default unknown.
             extras: named arrays with one row per token.
+            support: for each token the ids from which it was sampled, empty for the whole vocabulary. The logprobs of
+                tokens with support must be those of the distribution over it.
 
         Raises:
             ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
@@ -357,10 +368,12 @@ class Sequences:
             logprob_kind=np.full(total, LOGPROB_KINDS.index(logprob_kind), np.uint8),
             temperature=np.full(total, np.nan, np.float32),
             reshaped=np.zeros(total, np.uint32),
+            replayed=np.zeros(total, np.uint32),
             ending=ending_.astype(np.uint8),
             trace_ids=tuple(str(i) for i in range(total)),
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
             extras=extras_of(extras, count),
+            support=support_of(support, ids_, keep),
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -387,7 +400,7 @@ class Sequences:
             name: getattr(self.alignment_report, name) for name in ("detail", "reasons", "recorded", "exact", "errors")
         }
         report["server_profiles"] = dict(self.alignment_report.server_profiles)
-        return store.StoredSequences(columns, dict(self.extras), names, report, self.images)
+        return store.StoredSequences(columns, dict(self.extras), names, report, self.images, self.support)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
@@ -417,4 +430,5 @@ class Sequences:
             extras=found.extras,
             alignment_report=AlignmentReport(**mismatches, **found.alignment_report),
             images=found.images,
+            support=found.support,
         )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.ragged import Ragged
+from tracegrad.alignment.token_sets import TokenSets, support_of
 from tracegrad.data.codes import MEDIA, NO_LEVEL, TEXT_ONLY
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.images import ImageRule, ImageSpans, image_files
@@ -44,6 +45,7 @@ _TRACES = {
     "logprob_kind": np.uint8,
     "temperature": np.float32,
     "reshaped": np.uint32,
+    "replayed": np.uint32,
     "ending": np.uint8,
 }
 OFFSETS = {"cu_seqlens": np.int64, "cu_turns": np.int64}
@@ -59,12 +61,13 @@ class StoredSequences(NamedTuple):
     names: dict[str, tuple[str, ...]]
     alignment_report: dict[str, Any]
     images: ImageSpans | None = None
+    support: TokenSets | None = None
 
 
 def find_problem(stored: StoredSequences) -> str | None:
     """Describe the first array with an invalid dtype, shape or value, in a sentence; None if all are valid."""
     problem = _wrong_shape(stored) or _wrong_index(stored.columns, stored.names)
-    problem = problem or _wrong_value(stored.columns) or _find_report_problem(stored)
+    problem = problem or _wrong_value(stored.columns) or _find_report_problem(stored) or _wrong_support(stored)
     if problem or stored.images is None:
         return problem
     return image_files.find_problem(stored.images, stored.columns["ids"], stored.columns["cu_seqlens"])
@@ -89,6 +92,17 @@ def _wrong_shape(stored: StoredSequences) -> str | None:
         return f"there are {len(names['trace_ids'])} trace_ids for {traces} traces."
     if columns["rewards"].shape[1] != len(names["reward_names"]):
         return f"there are {len(names['reward_names'])} reward_names for {columns['rewards'].shape[1]} rewards."
+    return None
+
+
+def _wrong_support(stored: StoredSequences) -> str | None:
+    if stored.support is None:
+        return None
+    try:
+        stored.support.check()
+        support_of(stored.support, stored.columns["ids"], stored.columns["trainable"])
+    except (ArgumentError, FormatError) as error:
+        return f"support: {error}"
     return None
 
 
@@ -176,6 +190,7 @@ TRACE_COLUMNS: dict[str, Any] = {
     "logprob_kind": np.uint8,
     "temperature": np.float32,
     "reshaped": np.uint32,
+    "replayed": np.uint32,
     "ending": np.uint8,
     "max_id": np.int32,
     "media": np.bool_,
@@ -206,7 +221,7 @@ def columns_of(sequences: Storable) -> dict[str, Array]:
         foreign: [R] bool: whether any token is text only (T6).
         version_min, version_max: [R] int32: of the trained tokens. version_min is -1 if one version is unknown,
             version_max if all are.
-        rewards: [R, K] float32. logprob_kind, temperature, reshaped, ending: [R], as in `Sequences`.
+        rewards: [R, K] float32. logprob_kind, temperature, reshaped, replayed, ending: [R], as in `Sequences`.
         max_id: [R] int32: the largest token id, -1 if there are no tokens.
         media: [R] bool: whether an image, audio or video without ids comes before a turn.
 
@@ -250,7 +265,7 @@ def count_traces(stored: StoredSequences) -> dict[str, Array]:
         "foreign": _reduce_ranges(np.logical_or, columns["alignment_level"] == TEXT_ONLY, cut, False),
         "version_min": _reduce_ranges(np.minimum, version, term_cut, -1),
         "version_max": _reduce_ranges(np.maximum, version, term_cut, -1),
-        **{name: columns[name] for name in ("rewards", "logprob_kind", "temperature", "reshaped", "ending")},
+        **{name: columns[name] for name in _TRACES if name != "group"},
         "max_id": _reduce_ranges(np.maximum, columns["ids"], cut, -1),
         "media": media,
     }
@@ -352,6 +367,8 @@ def write(folder: Path, stored: StoredSequences) -> None:
             arrays |= {f"ragged.{name}": extra.values, f"ragged.{name}.offsets": extra.offsets}
         else:
             arrays[f"extra.{name}"] = extra
+    if stored.support is not None:
+        arrays |= {"support.starts": stored.support.starts, "support.data": stored.support.data}
     table: dict[str, Any] = {"format": _FORMAT, **stored.names, "alignment_report": stored.alignment_report}
     files = {}
     if stored.images is not None:
@@ -433,12 +450,16 @@ def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check:
         report |= {name: manifest.count(stored_report[name]) for name in ("recorded", "exact")}
         report["server_profiles"] = _counts(stored_report.get("server_profiles", {}))  # earlier versions lack it
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown; earlier versions lack it
+        arrays.setdefault("replayed", np.zeros(len(arrays["group"]), np.uint32))
+        support = None
+        if "support.data" in arrays:
+            support = TokenSets(arrays.pop("support.starts"), arrays.pop("support.data"), len(arrays["ids"]))
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"mismatches.{name}" for name in MISMATCH_COLUMNS))}
         images = None
         if image_files.MEDIA in folder_manifest.files:
             images = image_files.images_of(arrays, ImageRule.of_dict(table["pictures"]), folder)
             arrays = {name: array for name, array in arrays.items() if not name.startswith(image_files.PREFIX)}
-        stored = StoredSequences(columns, _extras(arrays), names, report, images)
+        stored = StoredSequences(columns, _extras(arrays), names, report, images, support)
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -522,6 +543,7 @@ def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
             "server_profiles": _sum_counts([part.alignment_report["server_profiles"] for part in parts]),
         },
         ImageSpans.concatenate([(part.images, len(part.columns["trace"])) for part in parts]),
+        TokenSets.concatenate([(part.support, np.arange(len(part.columns["ids"]))) for part in parts]),
     )
 
 

@@ -21,7 +21,7 @@ MIN_TEMPERATURE = 0.01
 _TABLE = _core.sampling_options()
 OPTIONS = tuple(option["name"] for option in _TABLE)
 """Names of sampling options except temperature, as in vLLM or OpenAI. Bit b of `Sequences.reshaped` is OPTIONS[b]."""
-_CANONICAL_NAMES: Mapping[str, str] = {
+CANONICAL_NAMES: Mapping[str, str] = {
     spelling: option["name"] for option in _TABLE for spelling in (option["name"], *option["spellings"])
 }
 NEUTRAL_VALUES: Mapping[str, tuple[float, ...]] = {
@@ -31,7 +31,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[float, ...]] = {
     for spelling in (option["name"], *option["spellings"])
 }
 """Numeric options that truncate, scale or shift the distribution, in every spelling, with their neutral values."""
-OPTION_SPELLINGS = tuple(name for name in _CANONICAL_NAMES if name != "top_p")
+OPTION_SPELLINGS = tuple(name for name in CANONICAL_NAMES if name != "top_p")
 """Every spelling of every option except temperature and top_p."""
 TRUNCATING = ("top_p", "top_k", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff")
 """Options that truncate the distribution: the kept tokens have mass S, and a token was drawn with probability / S."""
@@ -219,8 +219,8 @@ def _has_strict_tool(request: Mapping[str, Any], _: str) -> bool:
 
 def _is_on(name: str, value: Any) -> bool:
     """Return whether an option of the core's table changes the distribution at a value."""
-    return name in _CANONICAL_NAMES and not _core.sampling_option_is_off(
-        _CANONICAL_NAMES[name], json.dumps(value, default=str)
+    return name in CANONICAL_NAMES and not _core.sampling_option_is_off(
+        CANONICAL_NAMES[name], json.dumps(value, default=str)
     )
 
 
@@ -234,8 +234,8 @@ def _is_set(name: str) -> Callable[[Mapping[str, Any], str], bool]:
 
 _OPTIONS: Mapping[str, Callable[[Mapping[str, Any], str], bool]] = {
     "temperature": _changes_temperature,
-    **{name: _is_active(name) for name in _CANONICAL_NAMES},
-    **{name: _is_set(name) for name in MASKS if name not in _CANONICAL_NAMES},
+    **{name: _is_active(name) for name in CANONICAL_NAMES},
+    **{name: _is_set(name) for name in MASKS if name not in CANONICAL_NAMES},
     "response_format": _has_response_format,
     "tool_choice": _forces_tool_call,
     "tools": _has_strict_tool,

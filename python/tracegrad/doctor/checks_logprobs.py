@@ -459,6 +459,24 @@ def _mass_note(look: TraceBatch, generation: int, sampling: dict[str, Any]) -> s
 
 
 @check(
+    "truncated sampling that is replayed from the record",
+    note=0.0,
+    impact="The record shows from which ids the sampler drew each token: by a sampling mask, or by alternatives "
+    "(top_logprobs) that contain all of them. Logprobs, recorded and computed, are compared over these ids. The "
+    "logprobs of other tokens of these turns, whose ids the record does not prove, count as missing.",
+    fix="Nothing. To know the ids of more tokens, start vLLM with a larger --max-logprobs and request as many "
+    "top_logprobs: one more than top_k, or enough to contain what top_p keeps.",
+)
+def replayed_sampling(look: TraceBatch) -> Hits:
+    """Detect turns sampled with top_p, top_k or min_p of which the record shows the kept ids.
+
+    Threshold: any such turn; always a note.
+    """
+    hit = np.array([g in look.replayed for g in range(look.generations)], bool)
+    return look.hits(hit, None, lambda g: format_options(look.replayed[g]) or "a sampling mask without its options")
+
+
+@check(
     "requests that omit options set by the model's generation_config.json",
     costs=0.0,
     impact="vLLM in its default mode (--generation-config auto) reads omitted options from this file. The tokens may "

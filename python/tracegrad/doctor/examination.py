@@ -194,6 +194,7 @@ BATCH_CHECKS: tuple[Check, ...] = (
     checks_logprobs.filled_logprobs,
     checks_logprobs.raw_at_temperature,
     checks_logprobs.reshaped_sampling,
+    checks_logprobs.replayed_sampling,
     checks_logprobs.server_defaults,
     checks_logprobs.wrong_sum,
     checks_logprobs.impossible_logprobs,

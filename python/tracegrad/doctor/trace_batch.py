@@ -19,7 +19,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.codes import LOGPROB_KINDS, SAMPLED
 from tracegrad.data.field_map import parse_record
 from tracegrad.data.json_path import DEEPEST
-from tracegrad.data.sampling import MASKS, NEUTRAL_VALUES, mismatch
+from tracegrad.data.sampling import CANONICAL_NAMES, MASKS, NEUTRAL_VALUES, mismatch, options_on
 from tracegrad.data.trace import Traces
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.errors import TemplateError
@@ -300,6 +300,33 @@ class TraceBatch:
         Maps a generation to the sampling options that cause the difference. Only generations with logprobs are
         included.
         """
+        return self._options_of_sampling[0]
+
+    @cached_property
+    def replayed(self) -> dict[int, dict[str, Any]]:
+        """Generations whose support the record contains: generation to the options that the support replays."""
+        return self._options_of_sampling[1]
+
+    @cached_property
+    def _options_of_sampling(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        """The options that cause a difference, and those whose effect is replayed, by generation."""
+        mismatches, replayed = self._changed_options(), dict[int, dict[str, Any]]()
+        if (support := self.sequences.support) is None:
+            return mismatches, replayed
+        has_support = support.keys(self.sampled) != 0
+        for g in np.unique(self.sampled_generation[has_support]).tolist():
+            row = int(np.searchsorted(self.rows, self.trace[g]))
+            names = {CANONICAL_NAMES.get(name, name): name for name in mismatches.get(g, {})}
+            of_support = [names[name] for name in options_on(int(self.sequences.replayed[row])) if name in names]
+            options = mismatches.pop(g, {})
+            replayed[g] = {name: options.pop(name) for name in of_support}
+            options.pop("temperature", None)  # logprobs over a support are those of the sampled distribution
+            if options:
+                mismatches[g] = options
+        return dict(sorted(mismatches.items())), replayed
+
+    def _changed_options(self) -> dict[int, dict[str, Any]]:
+        """Return for each generation with logprobs the options for which `sampling.mismatch` finds a difference."""
         temperature, top_p, kinds = self["temperature"], self["top_p"], self["logprob_kind"]
         sampling = dict[int, dict[str, Any]]()
         for g in np.flatnonzero((~np.isnan(temperature) & (temperature != 1)) | (top_p < 1)):

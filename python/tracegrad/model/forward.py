@@ -82,6 +82,7 @@ def logprobs_and_entropy(
         head.weight,
         batch.target,
         inv_temperature=batch.inv_temperature,
+        support=batch.support,
         bias=head.bias,
         softcap=head.softcap,
         logit_scale=head.logit_scale,

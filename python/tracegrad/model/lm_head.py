@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from tracegrad.errors import ArgumentError
-from tracegrad.model.lm_head_chunked import Chunk, GradientSums, Head, Rows, Statistics, logits_of, slices, wide_dtype
+from tracegrad.model.lm_head_chunked import (
+    Chunk,
+    GradientSums,
+    Head,
+    Rows,
+    Statistics,
+    SupportChunk,
+    logits_of,
+    slices,
+    wide_dtype,
+)
+from tracegrad.packing.support import Support
 
 __all__ = ["Head", "HeadProblem", "chunk_kind", "logits_of", "token_logprobs"]
 
@@ -198,6 +209,8 @@ def token_logprobs(
     target: Tensor,
     *,
     inv_temperature: Tensor | float = 1.0,
+    support: Support | None = None,
+    entropy_over_support: bool = False,
     bias: Tensor | None = None,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -214,11 +227,16 @@ def token_logprobs(
     for float64 input. If the head has no gradient, d logp / d hidden is kept instead. The backward pass then computes
     no logits unless the loss depends on the entropy.
 
+    A row with `support` was sampled from a part of the vocabulary (top-p, top-k or min-p). Its logprob is
+    z[target] - logsumexp(z[support]), and so is its gradient.
+
     Args:
         hidden: [U, H].
         weight: [V, H]; used in the dtype of `hidden`. A copy in that dtype is kept for backward.
         target: [U] int64.
         inv_temperature: [U] or one number. It has no gradient.
+        support: `Batch.support`, of U rows, each with its target among the ids; None for the whole vocabulary.
+        entropy_over_support: whether the entropy of a row with support is that over its support.
         bias: [V].
         softcap: of the logits, as in Gemma 2.
         logit_scale: as in Cohere.
@@ -242,7 +260,9 @@ def token_logprobs(
     """
     check_shapes(hidden, weight, target, bias)
     setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
-    rows = Rows(target, inverse_of(inv_temperature, hidden))
+    rows = Rows(
+        target, inverse_of(inv_temperature, hidden), support and support.to(hidden.device), entropy_over_support
+    )
     with torch.autocast(hidden.device.type, enabled=False):
         return _TokenLogprobs.apply(hidden, weight, bias, *rows, setting, chunk_bytes)
 
@@ -281,9 +301,11 @@ class HeadProblem:
         bias = None if bias is None else bias.to(hidden.dtype)
         return cls(hidden, Head(weight.to(hidden.dtype), bias, setting.softcap, setting.logit_scale), rows, setting)
 
-    def chunk(self, here: slice) -> Chunk:
+    def chunk(self, here: slice) -> Chunk | SupportChunk:
         """Return the chunk of some rows."""
-        return self.setting.kind(self.hidden[here], self.head, self.rows.at(here), self.setting.dtype)
+        rows = self.rows.at(here)
+        chunk = self.setting.kind(self.hidden[here], self.head, rows._replace(support=None), self.setting.dtype)
+        return chunk if rows.support is None else SupportChunk(chunk, rows)
 
     def statistics(self, chunk_rows: int) -> Statistics:
         """Compute the statistics of all rows."""
@@ -438,10 +460,13 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         inverse: Tensor | None,
+        support: Support | None,
+        entropy_over_support: bool,
         setting: HeadSettings,
         chunk_bytes: int | None,
     ) -> tuple[Tensor, Tensor]:
-        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse), setting)
+        ctx.restriction = (support, entropy_over_support)
+        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse, *ctx.restriction), setting)
         wants = Gradients(*ctx.needs_input_grad[:3], entropy=False)  # the loss is unknown here, so never "one-pass"
         ctx.chunk_rows = problem.chunk_rows(chunk_bytes, wants)
         ctx.set_materialize_grads(False)
@@ -461,11 +486,11 @@ class _TokenLogprobs(torch.autograd.Function):
         d_logp, d_entropy = grad_outputs
         hidden, weight, bias, target, inverse, lse, logp, entropy, slopes = ctx.saved_tensors
         if d_logp is None and d_entropy is None:
-            return (None,) * 7
+            return (None,) * 9
         d_logp = torch.zeros_like(lse) if d_logp is None else d_logp
         if slopes is not None and d_entropy is None:
-            return (d_logp[:, None] * slopes).to(hidden.dtype), *(None,) * 6
-        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse), ctx.setting)
+            return (d_logp[:, None] * slopes).to(hidden.dtype), *(None,) * 8
+        problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse, *ctx.restriction), ctx.setting)
         sums = GradientSums(hidden, problem.head, ctx.needs_input_grad[:3])
         problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
-        return *sums.gradients(*ctx.dtypes), *(None,) * 4
+        return *sums.gradients(*ctx.dtypes), *(None,) * 6

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tracegrad.packing.support import Support
+
 
 class Head(NamedTuple):
     """A head: its logits are logit_scale * (hidden @ weight.T + bias), then softcap * tanh(. / softcap)."""
@@ -18,14 +20,24 @@ class Head(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The inputs of rows in addition to hidden states: target [C] int64, inverse temperature [C] or None for 1."""
+    """The inputs of rows in addition to hidden states.
+
+    Args:
+        target: [C] int64.
+        inverse: [C] inverse temperature; None for 1.
+        support: the ids from which the targets were drawn; None for the whole vocabulary.
+        entropy_over_support: whether the entropy of a row with support is that of the distribution over its support.
+    """
 
     target: Tensor
     inverse: Tensor | None
+    support: Support | None = None
+    entropy_over_support: bool = False
 
     def at(self, rows: slice) -> "Rows":
         """Return the rows of a chunk."""
-        return Rows(self.target[rows], None if self.inverse is None else self.inverse[rows])
+        inverse = None if self.inverse is None else self.inverse[rows]
+        return self._replace(target=self.target[rows], inverse=inverse, support=self.support and self.support.at(rows))
 
 
 class Statistics(NamedTuple):
@@ -82,6 +94,10 @@ class Chunk:
         dtype: the dtype to which the product with the weight is rounded.
     """
 
+    rows: Rows
+    head: Head
+    _raw: Tensor  # the product, if `narrow`
+    _z: Tensor  # the scores, otherwise
     tables = 2  # [C, V] tensors in memory at once, in the dtype of the sums
     narrow = False  # whether tables have the dtype of the logits instead of the dtype of the sums
 
@@ -100,6 +116,23 @@ class Chunk:
         z = _scale_and_cap(raw, head)
         self._z = z if rows.inverse is None else z.mul_(rows.inverse[:, None])
         self._p: Tensor | None = None
+
+    def scores_at(self, row: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [K]: the scores of some ids, and the derivative of each by its projection. Call it before `gradient`.
+
+        Args:
+            row, ids: [K] int64, the row in this chunk and the vocabulary entry of each score.
+        """
+        inverse = None if self.rows.inverse is None else self.rows.inverse[row]
+        if self.narrow:
+            z = _scale_and_cap(self._raw[row, ids].to(wide_dtype(self._raw.dtype), copy=True), self.head)
+            z = z if inverse is None else z.mul_(inverse)
+        else:
+            z = self._z[row, ids]
+        slope = torch.full_like(z, self.head.logit_scale) if inverse is None else inverse * self.head.logit_scale
+        if self.head.softcap is not None:
+            slope = slope * _slope(z, self.head.softcap, inverse)
+        return z, slope
 
     def statistics(self) -> Statistics:
         """Compute sums over the vocabulary, and keep the probabilities for `gradient`."""
@@ -126,7 +159,7 @@ class Chunk:
         """
         z, p = self._z, self._p
         softcap, inverse, target = self.head.softcap, self.rows.inverse, self.rows.target[:, None]
-        slope = None if softcap is None else _slope(z, softcap, inverse)
+        slope = None if softcap is None else _slope(z, softcap, None if inverse is None else inverse[:, None])
         factor = self.head.logit_scale if inverse is None else inverse * self.head.logit_scale
         d_logp = (d_logp * factor).to(z.dtype)[:, None]
         if d_entropy is None:
@@ -149,8 +182,8 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _slope(z: Tensor, softcap: float, inverse: Tensor | None) -> Tensor:
-    """Return the derivative of the softcap at the scores z."""
-    capped = z / softcap if inverse is None else z / (softcap * inverse)[:, None]
+    """Return the derivative of the softcap at the scores z, with `inverse` in the shape of z or broadcast to it."""
+    capped = z / softcap if inverse is None else z / (softcap * inverse)
     return capped.square_().neg_().add_(1)
 
 
@@ -203,6 +236,70 @@ def _add_product(total: Tensor, d_raw: Tensor, hidden: Tensor) -> None:
 def slices(total: int, size: int) -> list[slice]:
     """Split 0 to `total` into slices of at most `size`."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+class SupportChunk:
+    """A chunk some of whose rows were sampled from a part of the vocabulary, their support.
+
+    The statistics over the vocabulary are those of another chunk. The logprobs of rows with support are computed from
+    the K scores of their ids: log p = z[target] - logsumexp(z[support]). So the cost beyond the other chunk is that of
+    K numbers, not of a table.
+
+    Args:
+        chunk: the same rows over the whole vocabulary.
+        rows: of the chunk, with their support.
+    """
+
+    def __init__(self, chunk: Chunk, rows: Rows) -> None:
+        assert rows.support is not None
+        self._chunk, self._rows, self._support = chunk, rows, rows.support
+        self._is_restricted = torch.zeros_like(rows.target, dtype=torch.bool).index_fill_(0, rows.support.row, True)
+
+    def statistics(self) -> Statistics:
+        """Compute the statistics; the logprobs, and if asked for the entropies, of restricted rows over their support.
+
+        The log-sum-exp is that of the vocabulary, which the gradient by the entropy over the vocabulary needs.
+        """
+        lse, logp, entropy = self._chunk.statistics()
+        scores, _ = self._chunk.scores_at(self._support.row, self._support.ids)
+        log_p, at_target = self._log_p(scores)
+        logp = torch.where(self._is_restricted, at_target, logp)
+        if self._rows.entropy_over_support:
+            entropy = torch.where(self._is_restricted, self._entropy(log_p), entropy)
+        return Statistics(lse, logp, entropy)
+
+    def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
+        """Return the gradient [C, V] as `Chunk.gradient`. An id outside of a row's support has none by its logprob."""
+        support, over_support = self._support, self._rows.entropy_over_support
+        scores, slope = self._chunk.scores_at(support.row, support.ids)
+        log_p, _ = self._log_p(scores)
+        p = log_p.exp()
+        is_target = support.ids == self._rows.target[support.row]
+        d_scores = d_logp.to(p.dtype)[support.row] * (is_target.to(p.dtype) - p)
+        of_vocabulary = None if d_entropy is None else d_entropy.to(p.dtype)
+        if of_vocabulary is not None and over_support:
+            entropy = self._entropy(log_p)[support.row]
+            d_scores = d_scores - of_vocabulary[support.row] * p * (log_p + entropy)
+            of_vocabulary = of_vocabulary.masked_fill(self._is_restricted, 0)
+        others = d_logp.masked_fill(self._is_restricted, 0)
+        d_raw = self._chunk.gradient(statistics, others, of_vocabulary)
+        d_raw.index_put_((support.row, support.ids), (d_scores * slope).to(d_raw.dtype), accumulate=True)
+        return d_raw
+
+    def _log_p(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each id over its row's support [K], and that of each row's target [C]."""
+        row, count = self._support.row, len(self._rows.target)
+        top = scores.new_full((count,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
+        shifted = scores - top[row]
+        log_total = scores.new_zeros(count).index_add_(0, row, shifted.exp()).log()
+        log_p = shifted - log_total[row]
+        is_target = self._support.ids == self._rows.target[row]
+        at_target = scores.new_zeros(count).index_add_(0, row, torch.where(is_target, log_p, 0))
+        return log_p, at_target
+
+    def _entropy(self, log_p: Tensor) -> Tensor:
+        """Return [C], the entropy over the support of each restricted row; 0 for others."""
+        return log_p.new_zeros(len(self._rows.target)).index_add_(0, self._support.row, -log_p.exp() * log_p)
 
 
 class CompiledChunk(Chunk):

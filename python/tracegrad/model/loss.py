@@ -169,7 +169,8 @@ def policy_loss(
             "same batch."
         )
     setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
-    rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden))
+    over_support = objective.entropy is not None and objective.entropy.over == "support"
+    rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden), batch.support, over_support)
     problem = HeadProblem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
     wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
     chunk_rows = problem.chunk_rows(chunk_bytes, wants)

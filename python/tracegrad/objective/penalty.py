@@ -171,6 +171,8 @@ class EntropyBonus:
         masked: which dropped tokens are left out, as in `Penalty`.
         reduce: its own denominators; None means those of the objective.
         adapt: how the coefficient changes between steps; None means not at all.
+        over: "vocabulary": the entropy of softmax(logits / temperature). "support": for a token that was sampled with
+            top-p, top-k or min-p, the entropy over the ids from which the sampler drew it (`Batch.support`).
 
     Source: Williams and Peng 1991, "Function optimization using connectionist reinforcement learning algorithms".
 
@@ -188,9 +190,11 @@ class EntropyBonus:
     masked: Gated
     reduce: Reduce | None = None
     adapt: AdaptiveEntropy | None = None
+    over: Literal["vocabulary", "support"] = "vocabulary"
 
     def __post_init__(self) -> None:
         check_choice("EntropyBonus.masked", self.masked, tuple(_GATED))
+        check_choice("EntropyBonus.over", self.over, ("vocabulary", "support"))
         if not 0 <= self.coef < float("inf"):
             raise ArgumentError(
                 f"TG-OBJ-023: EntropyBonus.coef is {self.coef}. It is a bonus and must not be negative."
@@ -208,6 +212,7 @@ class EntropyBonus:
     def __str__(self) -> str:
         notes = _GATED[self.masked] + ([f"scale {self.reduce}"] if self.reduce else [])
         notes += [f"adapting to {self.adapt.target:g} nats"] if self.adapt else []
+        notes += ["over the support"] if self.over == "support" else []
         return f"{self.coef:g} * entropy" + (f" [{', '.join(notes)}]" if notes else "")
 
 

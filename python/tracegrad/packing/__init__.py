@@ -7,6 +7,7 @@ from tracegrad.packing.batch import Batch, Sharing, SkippedTraces, Step, Totals,
 from tracegrad.packing.cost_model import ModelShape
 from tracegrad.packing.device_prefetch import prefetch
 from tracegrad.packing.packing import advantages_by_token, measure, nothing_to_train, pack, steps_of
+from tracegrad.packing.support import Support
 
 __all__ = [
     "Batch",
@@ -14,6 +15,7 @@ __all__ = [
     "Sharing",
     "SkippedTraces",
     "Step",
+    "Support",
     "Totals",
     "TruncationLoss",
     "advantages_by_token",

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _html, _validation
 from tracegrad.errors import ArgumentError
 from tracegrad.images import RowImages
+from tracegrad.packing.support import Support
 
 if TYPE_CHECKING:
     from tracegrad.objective import Requirements
@@ -101,6 +102,8 @@ class Batch:
             the step.
         longest: tokens of the longest branch; None if unknown. `to` counts it on the host.
         images: the images of the row; None if there are none. Their positions stay numpy.
+        support: the ids from which each logit row's token was drawn; None if all were drawn from the whole vocabulary.
+            Two logit rows may then have equal (read, target, inv_temperature) and different support.
 
     >>> from tracegrad import Sequences, pack
     >>> nan = float("nan")
@@ -122,6 +125,7 @@ class Batch:
     term: Ints
     longest: int | None = None
     images: RowImages | None = None
+    support: Support | None = None
 
     def __repr__(self) -> str:
         return f"Batch({len(self.ids)} tokens, {len(self.term)} trained tokens)"
@@ -134,8 +138,13 @@ class Batch:
         """
         longest = self.longest_branch if isinstance(self.positions, np.ndarray) else self.longest
         images = self.images and self.images.to(device)
+        support = self.support and self.support.to(device)
         return replace(
-            self, longest=longest, images=images, **{n: to_device(getattr(self, n), device) for n in columns_of(self)}
+            self,
+            longest=longest,
+            images=images,
+            support=support,
+            **{n: to_device(getattr(self, n), device) for n in columns_of(self)},
         )
 
     @property
@@ -175,6 +184,7 @@ class Batch:
             )
         rows, row = np.unique(self.logit_row[~mask], return_inverse=True)
         logit_rows = {name: getattr(self, name)[rows] for name in ("read", "target", "inv_temperature")}
+        logit_rows["support"] = self.support and self.support.take(rows)
         return replace(self, **logit_rows, logit_row=row.astype(np.int32), term=self.term[~mask])
 
 
@@ -399,7 +409,7 @@ def _floats(values: Any, name: str) -> NDArray[np.floating]:
 
 def columns_of(batch: Batch) -> list[str]:
     """Return the names of the arrays that `Batch.to` moves."""
-    return [column.name for column in fields(batch) if column.name not in ("term", "longest", "images")]
+    return [column.name for column in fields(batch) if column.name not in ("term", "longest", "images", "support")]
 
 
 def to_device(values: Any, device: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -9,11 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, _validation
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.errors import ArgumentError
 from tracegrad.images import ImageSpans, RowImages
 from tracegrad.images.spans import ImageKeys
 from tracegrad.packing.batch import Batch, Counts, Floats, Ints, Sharing, SkippedTraces, Step, Totals, TruncationLoss
 from tracegrad.packing.cost_model import MIN_SHARING_GAIN, ModelShape
+from tracegrad.packing.support import Support
 
 if TYPE_CHECKING:
     from tracegrad.objective import Requirements
@@ -62,9 +65,15 @@ class Layout(NamedTuple):
     cu_terms: Counts
     images: ImageSpans | None = None
     keys: ImageKeys | None = None
+    support: TokenSets | None = None
 
-    def batch(self, row: int) -> Batch:
-        """Return one row as a batch."""
+    def batch(self, row: int, origin: NDArray[np.int64]) -> Batch:
+        """Return one row as a batch.
+
+        Args:
+            row: its number among all rows.
+            origin: of the trained tokens of its step.
+        """
         tokens = slice(self.cu_tokens[row], self.cu_tokens[row + 1])
         logit_rows = slice(self.cu_heads[row], self.cu_heads[row + 1])
         terms = slice(self.cu_row_terms[row], self.cu_row_terms[row + 1])
@@ -75,7 +84,7 @@ class Layout(NamedTuple):
                 ids = ids.copy()
                 ids[positions] = self.images.rule.pad
                 images = RowImages(positions, offsets, picture, self.images.rule, self.images.pictures)
-        return Batch(
+        batch = Batch(
             ids=ids,
             positions=self.positions[tokens],
             tree_end=self.tree_end[tokens],
@@ -86,6 +95,29 @@ class Layout(NamedTuple):
             term=self.term[terms],
             images=images,
         )
+        return batch if self.support is None else with_support(batch, self.support, origin[batch.term])
+
+
+def with_support(batch: Batch, sets: TokenSets, tokens: NDArray[np.int64]) -> Batch:
+    """Return the row with the support of its logit rows.
+
+    Branches may have sampled the same token after the same ids from different sets. It then gets a logit row for each.
+
+    Args:
+        batch: a row without support.
+        sets: of all tokens of the sequences.
+        tokens: [m] the token of each trained token of the row.
+    """
+    keys = sets.keys(tokens)
+    if not keys.any():
+        return batch
+    rows, first, logit_row = np.unique(
+        np.stack([batch.logit_row, keys]), axis=1, return_index=True, return_inverse=True
+    )
+    arrays = {name: getattr(batch, name)[rows[0]] for name in ("read", "target", "inv_temperature")}
+    of_rows = sets.rows(tokens[first])
+    support = Support(of_rows.values, of_rows.offsets)
+    return replace(batch, **arrays, logit_row=logit_row.reshape(-1).astype(np.int32), support=support)
 
 
 class Groups(NamedTuple):
@@ -297,7 +329,7 @@ def pack(
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
     plan = (length, own_step, placement.row, placement.order, rows, placement.shared)
     rows_of_rank = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
-    layout = Layout(**rows_of_rank, images=sequences.images, keys=keys)
+    layout = Layout(**rows_of_rank, images=sequences.images, keys=keys, support=sequences.support)
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
     packed = _Packing(
@@ -485,8 +517,9 @@ def _step(packed: _Packing, report_sharing: bool, index: int) -> Step:
         flop_ratio=float(placement.ratio[index]),
         needed=bool(placement.needed[index]),
     )
+    origin = layout.origin[terms]
     return Step(
-        batches=tuple(layout.batch(row) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
+        batches=tuple(layout.batch(row, origin) for row in range(layout.cu_rows[index], layout.cu_rows[index + 1])),
         **{name: column[terms] for name, column in packed.by_term.items()},
         totals=groups.totals[index],
         too_long=packed.losses[index],

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import empty_report
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.images import ImageSpans
 from tracegrad.images.image_files import MEDIA
@@ -32,7 +33,18 @@ Array = NDArray[Any]
 
 HASHED = (
     *("group", "branches", "tokens", "longest", "terms", "known", "turns", "alignment_level", "foreign", "version_min"),
-    *("version_max", "rewards", "logprob_kind", "temperature", "reshaped", "ending", "max_id", "media", "source"),
+    *(
+        "version_max",
+        "rewards",
+        "logprob_kind",
+        "temperature",
+        "reshaped",
+        "replayed",
+        "ending",
+        "max_id",
+        "media",
+        "source",
+    ),
 )
 """The columns that determine the steps of an epoch. `TraceTable.hash` covers them."""
 
@@ -48,7 +60,7 @@ class TraceTable:
         branches, tokens, longest, terms, known, turns, version_min, version_max, max_id: [R] int32.
         alignment_level, logprob_kind, ending: [R] uint8.
         temperature: [R] float32.
-        reshaped: [R] uint32.
+        reshaped, replayed: [R] uint32.
         foreign, media: [R] bool.
         source: [R] int32, number of the input that the trace comes from.
     """
@@ -69,6 +81,7 @@ class TraceTable:
     logprob_kind: NDArray[np.uint8]
     temperature: NDArray[np.float32]
     reshaped: NDArray[np.uint32]
+    replayed: NDArray[np.uint32]
     ending: NDArray[np.uint8]
     max_id: NDArray[np.int32]
     media: NDArray[np.bool_]
@@ -141,7 +154,7 @@ def _offsets(counts: NDArray[np.int32]) -> NDArray[np.int64]:
 
 
 PER_TOKEN = ("ids", "source", "trainable", "rollout_logprobs", "turn", "version", "alignment_level", "inv_temperature")
-PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "ending")
+PER_TRACE = ("group", "rewards", "logprob_kind", "temperature", "reshaped", "replayed", "ending")
 
 
 def select(sequences: Sequences, rows: NDArray[np.integer]) -> Sequences:
@@ -193,6 +206,7 @@ def concatenate(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Seque
         ),
         alignment_report=empty_report(),
         images=ImageSpans.concatenate([(selection.images(), int(selection.count.sum())) for selection in selections]),
+        support=TokenSets.concatenate([selection.support() for selection in selections]),
     )
 
 
@@ -219,6 +233,11 @@ class _Runs:
             return None
         numbers = [np.arange(a, b) for a, b in self.branches]
         return images.take(np.concatenate(numbers) if numbers else np.zeros(0, np.int64))
+
+    def support(self) -> tuple[TokenSets | None, NDArray[np.int64]]:
+        cu = self.sequences.cu_seqlens
+        tokens = [np.arange(cu[a], cu[b]) for a, b in self.branches]
+        return self.sequences.support, np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
 
     def turns(self, name: str) -> list[Array]:
         column, cu = getattr(self.sequences, name), self.sequences.cu_turns

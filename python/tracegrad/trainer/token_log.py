@@ -226,7 +226,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
     )
     columns: dict[str, Any] = {name: getattr(sequences, name)[tokens] for name in per_token}
     names = sequences.group_names
-    per_trace = ("rewards", "logprob_kind", "temperature", "reshaped", "ending")
+    per_trace = ("rewards", "logprob_kind", "temperature", "reshaped", "replayed", "ending")
     columns |= {name: getattr(sequences, name)[rows] for name in per_trace}
     return replace(
         sequences,
@@ -241,6 +241,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         alignment_report=_subset_report(sequences, number),
         extras={},
         images=sequences.images and sequences.images.take(branches),
+        support=sequences.support and sequences.support.take(tokens),
     ), tokens
 
 

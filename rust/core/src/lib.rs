@@ -24,6 +24,7 @@ pub mod record_bytes;
 pub mod sampling;
 pub mod server;
 pub mod template;
+pub mod token_sets;
 pub mod tokenizer;
 pub mod trace;
 

@@ -178,6 +178,9 @@ pub struct Generation {
     pub cumulative_logprob: Option<f64>,
     /// Further integers per token: routed experts, sampling masks.
     pub extras: Vec<Extra>,
+    /// Bits of the sampling options (`sampling::OPTIONS`) that the sampling masks replay. The logprobs are then those of
+    /// the distribution over the masks. `align` sets it.
+    pub replayed: Option<u32>,
     /// Observations of the reader about how the generation was recorded.
     pub notes: Vec<Note>,
     /// The server that produced it, if the record names it.
@@ -207,6 +210,7 @@ impl Default for Generation {
             versions: Vec::new(),
             cumulative_logprob: None,
             extras: Vec::new(),
+            replayed: None,
             notes: Vec::new(),
             server: None,
             request: None,
@@ -341,6 +345,28 @@ pub struct Tokens {
     pub missing: u32,
     /// Number of `logprobs` that were impossible (positive, or the sentinel -9999.0).
     pub invalid: u32,
+    /// The most probable ids at each token, if the record lists two or more with their ids.
+    pub top: Option<Box<TopLogprobs>>,
+}
+
+/// The most probable ids at each token and their logprobs, as listed by the server, concatenated.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct TopLogprobs {
+    /// End of each token's list. A list is empty if the record has none, or one that is not understood.
+    pub ends: Vec<u32>,
+    /// All ids.
+    pub ids: Vec<u32>,
+    /// Their logprobs in nats; -inf for an id that could not be sampled.
+    pub logprobs: Vec<f32>,
+}
+
+impl TopLogprobs {
+    /// Returns ids and logprobs of token `index`; empty lists past the end.
+    pub fn at(&self, index: usize) -> (&[u32], &[f32]) {
+        let Some(&end) = self.ends.get(index) else { return (&[], &[]) };
+        let start = if index == 0 { 0 } else { self.ends[index - 1] as usize };
+        (&self.ids[start..end as usize], &self.logprobs[start..end as usize])
+    }
 }
 
 impl Tokens {

@@ -96,6 +96,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("logprob_kind", aligned.logprob_kind.into_pyarray(py))?;
     arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
     arrays.set_item("reshaped", aligned.sampling_flags.into_pyarray(py))?;
+    arrays.set_item("replayed", aligned.replayed_flags.into_pyarray(py))?;
     arrays.set_item("ending", aligned.ending.into_pyarray(py))?;
     let extras = PyDict::new(py);
     for column in aligned.extras {

@@ -16,6 +16,7 @@ mod pack;
 mod ratio;
 mod read;
 mod template;
+mod token_sets;
 mod tokenizer;
 mod traces;
 
@@ -40,6 +41,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ratio::register(module)?;
     pack::register(module)?;
     images::register(module)?;
+    token_sets::register(module)?;
     module.add("__version__", env!("CARGO_PKG_VERSION"))
 }
 

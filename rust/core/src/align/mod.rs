@@ -20,6 +20,7 @@ mod prompt_match;
 mod rerender;
 mod resolve;
 mod splice;
+mod support;
 #[cfg(test)]
 mod tests;
 mod tool_calls;
@@ -55,6 +56,8 @@ pub fn align(
     options: Options,
 ) -> Result<Aligned> {
     let scaffold = prompt::Scaffold::new(tokenizer, options.server)?;
+    let with_support = pool::map(traces, || (), |(), trace| support::with_support(trace, options));
+    let traces = with_support.as_slice();
     let keyed_traces = keyed_traces(traces, rule)?;
     let inputs: Vec<_> =
         traces.iter().zip(keyed_traces.iter().map(Option::as_ref).chain(std::iter::repeat(None))).collect();

@@ -36,6 +36,7 @@ pub struct Aligned {
     pub logprob_kind: Vec<u8>,
     pub temperature: Vec<f32>,
     pub sampling_flags: Vec<u32>,
+    pub replayed_flags: Vec<u32>,
     pub ending: Vec<u8>,
     pub extras: Vec<Column>,
     pub images: Images,
@@ -106,12 +107,18 @@ impl Aligned {
             *self.servers.entry(format!("{}{assumed}", server.unwrap_or_default().name())).or_default() += 1;
         }
         let first = trace.generations.first();
-        let kind = options.logprob_kind.or(first.map(|generation| generation.logprob_kind)).unwrap_or_default();
+        let kind = first.map(|generation| options.kind(generation)).or(options.logprob_kind).unwrap_or_default();
         self.logprob_kind.push(kind as u8);
         self.temperature.push(temperature_of(trace, options));
         let measured = trace.generations.iter().filter(|generation| generation.tokens.logprobs.is_some());
-        self.sampling_flags
-            .push(measured.fold(0, |bits, generation| bits | options.changed_sampling_options(generation)));
+        let (mut changed, mut replayed) = (0, 0);
+        for generation in measured {
+            let of_masks = generation.replayed.unwrap_or(0);
+            changed |= options.changed_sampling_options(generation) & !of_masks;
+            replayed |= of_masks;
+        }
+        self.sampling_flags.push(changed);
+        self.replayed_flags.push(replayed);
     }
 }
 

@@ -248,8 +248,7 @@ impl<'a> TraceAligner<'a, '_> {
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
-        let kind = self.options.logprob_kind.unwrap_or(generation.logprob_kind);
-        let inv_temperature = match (kind, self.options.temperature(generation)) {
+        let inv_temperature = match (self.options.kind(generation), self.options.temperature(generation)) {
             (LogprobKind::Processed, Some(temperature)) if temperature > 0.0 => 1.0 / temperature,
             _ => 1.0,
         };

@@ -60,6 +60,12 @@ impl Options {
         default.or(generation.temperature)
     }
 
+    /// Returns the kind of a generation's logprobs. Those over a sampling mask are always of the sampled distribution.
+    pub fn kind(&self, generation: &Generation) -> LogprobKind {
+        let stated = self.logprob_kind.unwrap_or(generation.logprob_kind);
+        generation.replayed.map_or(stated, |_| LogprobKind::Processed)
+    }
+
     /// Returns the bits (of `sampling::OPTIONS`) of the sampling options that changed the distribution beyond the
     /// temperature.
     pub fn changed_sampling_options(&self, generation: &Generation) -> u32 {

@@ -4,7 +4,7 @@
 //! All readers fill these columns: `fallback`, `fast_scan` and the readers of servers' own lists. The number types
 //! implement serde's traits and are used in the structs of other forms. Their errors contain the expected type.
 
-use crate::trace::{Pieces, Tokens};
+use crate::trace::{Pieces, Tokens, TopLogprobs};
 use serde::de::{self, Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Unexpected, Visitor};
 use std::fmt;
 
@@ -27,6 +27,8 @@ pub struct Columns {
     without_id: usize,
     /// The ids that the texts name (`token_id:N`), as long as every text is such a name. Meanwhile no text is stored.
     names: Option<Vec<u32>>,
+    /// The most probable ids of the entries, if any entry lists some.
+    top: Option<Box<TopLogprobs>>,
 }
 
 /// Text of an entry's token.
@@ -44,6 +46,7 @@ pub enum Text {
 pub struct EntryStart {
     text: usize,
     bytes: usize,
+    top: usize,
 }
 
 impl Columns {
@@ -59,7 +62,8 @@ impl Columns {
 
     /// Starts an entry whose text and bytes are appended to the columns directly.
     pub fn open(&self) -> EntryStart {
-        EntryStart { text: self.texts.data.len(), bytes: self.bytes.data.len() }
+        let top = self.top.as_ref().map_or(0, |top| top.ids.len());
+        EntryStart { text: self.texts.data.len(), bytes: self.bytes.data.len(), top }
     }
 
     pub fn clear_text(&mut self, opened: EntryStart) {
@@ -68,6 +72,26 @@ impl Columns {
 
     pub fn clear_bytes(&mut self, opened: EntryStart) {
         self.bytes.data.truncate(opened.bytes);
+    }
+
+    /// Removes the most probable ids of an entry that is read again, or whose list is not understood.
+    pub fn clear_top(&mut self, opened: EntryStart) {
+        if let Some(top) = &mut self.top {
+            top.ids.truncate(opened.top);
+            top.logprobs.truncate(opened.top);
+        }
+    }
+
+    /// Appends one of the most probable ids of the entry that is being read.
+    pub fn list(&mut self, id: u32, logprob: f32) {
+        let top = self.top.get_or_insert_default();
+        top.ids.push(id);
+        top.logprobs.push(logprob);
+    }
+
+    /// Returns the number of ids that the entry being read lists.
+    pub fn listed(&self, opened: EntryStart) -> usize {
+        self.top.as_ref().map_or(0, |top| top.ids.len() - opened.top)
     }
 
     /// Ends an entry whose text and bytes are in the columns.
@@ -94,6 +118,10 @@ impl Columns {
 
     #[inline]
     fn number(&mut self, reading: Reading, id: Option<u32>) {
+        if let Some(top) = &mut self.top {
+            top.ends.resize(self.values.len(), top.ends.last().copied().unwrap_or(0));
+            top.ends.push(top.ids.len() as u32);
+        }
         let value = self.counts.take(reading);
         self.values.push(value);
         match id {
@@ -136,7 +164,7 @@ impl Columns {
     /// Takes the numbers of a list next to `tokens`. Takes its texts and bytes too if its entries contain any.
     pub fn take_values(&mut self, mut list: Self) {
         list.spell();
-        (self.values, self.counts) = (list.values, list.counts);
+        (self.values, self.counts, self.top) = (list.values, list.counts, list.top);
         if any_known(&list.texts) {
             self.texts = list.texts;
         }
@@ -167,7 +195,11 @@ impl Columns {
         }
         self.fit();
         let names = self.names.filter(|names| !names.is_empty());
+        if let Some(top) = &mut self.top {
+            top.ends.resize(self.values.len(), top.ends.last().copied().unwrap_or(0));
+        }
         Tokens {
+            top: self.top.filter(|top| !top.ids.is_empty()),
             ids: (self.without_id == 0 && !self.ids.is_empty()).then_some(self.ids).or(names),
             bytes: Some(self.bytes).filter(any_known),
             texts: Some(self.texts).filter(any_known),
@@ -183,6 +215,9 @@ impl Columns {
         }
         let mut tokens = self.into_tokens();
         take_placeholders(&mut tokens)?;
+        if tokens.ids.is_none() {
+            tokens.top = None; // texts such as `token_id:5` that a model wrote
+        }
         Ok(Some(tokens))
     }
 }
@@ -234,7 +269,18 @@ pub fn take_placeholders(tokens: &mut Tokens) -> Result<(), String> {
     Ok(())
 }
 
-fn placeholder(text: &[u8]) -> Option<u64> {
+/// Returns the logprob of one of the most probable ids: -inf if the id could not be sampled, `None` if it is unknown.
+pub fn listed_logprob(value: f64) -> Option<f32> {
+    if value.is_nan() || value > 1e-3 {
+        None
+    } else if value == SENTINEL || value as f32 <= f32::MIN {
+        Some(f32::NEG_INFINITY)
+    } else {
+        Some(value as f32)
+    }
+}
+
+pub fn placeholder(text: &[u8]) -> Option<u64> {
     let digits = text.strip_prefix(PLACEHOLDER.as_bytes())?;
     if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
         return None;

@@ -8,7 +8,9 @@
 
 use super::object::{Kind, Node, Object, Slot};
 use crate::format::rejection::Reason;
-use crate::format::token_list::{Columns, ID_COMPLAINT, Id, Lists, Reading, Scalar, TokenText};
+use crate::format::token_list::{
+    Columns, ID_COMPLAINT, Id, Lists, MAX_ID, Reading, Scalar, TokenText, listed_logprob, number_from_word, placeholder,
+};
 use crate::json_number;
 use crate::trace::{Pieces, Schemas, Tokens};
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
@@ -143,6 +145,7 @@ fn entries<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
 /// Reads one entry: `{"token", "logprob", "bytes"}` or a bare number.
 fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     let (mut reading, mut text, mut token_bytes, mut id) = (Reading::Missing, TokenText(None), None, None);
+    let mut top = Vec::new();
     if Shape::of(raw) == Shape::Object {
         for (key, value) in members(raw.get())? {
             match key.as_ref() {
@@ -150,6 +153,10 @@ fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
                 "bytes" => bytes(value).map(|value| token_bytes = value),
                 "logprob" => parse(value.get()).map(|value| reading = value),
                 "token_id" => parse::<Option<Id>>(value.get()).map(|value| id = value),
+                "top_logprobs" if id.is_some() || text.0.as_deref().and_then(placeholder).is_some() => {
+                    top = top_logprobs(value).unwrap_or_default();
+                    Ok(())
+                }
                 _ => Ok(()),
             }
             .map_err(|fault| fault.under(&key))?;
@@ -157,8 +164,41 @@ fn entry<'a>(raw: &'a RawValue, columns: &mut Columns) -> Read<'a, ()> {
     } else {
         reading = parse(raw.get())?;
     }
+    for (id, logprob) in top {
+        columns.list(id, logprob);
+    }
     columns.push(id.map(|Id(id)| id), reading, text.0.as_deref(), token_bytes.as_deref());
     Ok(())
+}
+
+/// Returns the most probable ids with their logprobs; `None` for fewer than two, or if an id or logprob is unknown.
+fn top_logprobs(raw: &RawValue) -> Option<Vec<(u32, f32)>> {
+    let items: Vec<&RawValue> = serde_json::from_str(raw.get()).ok()?;
+    let listed: Vec<(u32, f32)> = items.into_iter().map(top_logprob).collect::<Option<_>>()?;
+    Some(listed).filter(|listed| listed.len() > 1)
+}
+
+fn top_logprob(raw: &RawValue) -> Option<(u32, f32)> {
+    let (mut id, mut logprob) = (None, None);
+    for (key, value) in members(raw.get()).ok()? {
+        match key.as_ref() {
+            "token" => {
+                let text = serde_json::from_str::<TokenText>(value.get()).ok()?.0;
+                let named = text.as_deref().and_then(placeholder).filter(|id| *id <= MAX_ID);
+                id = named.map(|id| id as u32).or(id);
+            }
+            "token_id" => id = serde_json::from_str::<Option<Id>>(value.get()).ok()?.map(|Id(id)| id).or(id),
+            "logprob" => {
+                let number = match serde_json::from_str(value.get()).ok()? {
+                    Scalar::Text(word) => number_from_word(&word),
+                    number => number.number(),
+                };
+                logprob = number.and_then(listed_logprob);
+            }
+            _ => {}
+        }
+    }
+    id.zip(logprob)
 }
 
 /// Reads a `tokens` list: texts, or ids if the items are integers.

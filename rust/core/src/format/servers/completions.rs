@@ -157,6 +157,7 @@ fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
         logprobs: tokens.logprobs.as_ref().map(|_| logprobs.iter().skip(start).copied().collect()),
         missing: tokens.missing - missing,
         invalid: tokens.invalid - (unknown - missing).min(tokens.invalid),
+        top: None,
     }
 }
 

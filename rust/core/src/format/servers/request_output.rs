@@ -13,9 +13,11 @@ use super::interface::{
 use crate::findings;
 use crate::format::build::calls::chat_request;
 use crate::format::build::extras::{routed_experts, sampling_mask, version_spans};
+use crate::format::token_list::listed_logprob;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};
 use serde::Deserialize;
 use serde_json::value::RawValue;
+use std::collections::BTreeMap;
 
 pub(super) const VLLM: Server = Server {
     form: Form { name: "vllm_offline", reason: "its `outputs` have `token_ids`" },
@@ -111,9 +113,39 @@ fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
     let mut listing = Columns::default();
     for (at, (step, &id)) in steps.iter().zip(ids).enumerate() {
         let (reading, text) = step_of(step, id, at)?;
+        for (id, logprob) in listed(step).unwrap_or_default() {
+            listing.list(id, logprob);
+        }
         listing.push(Some(id), reading, text.as_deref(), None);
     }
     Ok(listing.into_tokens())
+}
+
+/// Returns the most probable ids of a step `{id: entry}` with their logprobs; `None` for fewer than two, or if an id or
+/// logprob is unknown.
+fn listed(step: &RawValue) -> Option<Vec<(u32, f32)>> {
+    let entries: BTreeMap<u32, Number> = serde_json::from_str(step.get()).ok()?;
+    // The sampled id is listed at any rank, the others from rank 1 on.
+    let among_first = |entry: &Number| !matches!(entry, Number::Named { rank: Some(rank), .. } if *rank > entries.len());
+    let number = |entry: &Number| match entry {
+        Number::Named { logprob, .. } | Number::Bare(logprob) => *logprob,
+    };
+    let first = entries.iter().filter(|(_, entry)| among_first(entry));
+    let listed: Vec<(u32, f32)> =
+        first.map(|(id, entry)| Some((*id, listed_logprob(number(entry))?))).collect::<Option<_>>()?;
+    Some(listed).filter(|listed| listed.len() > 1)
+}
+
+/// The logprob of an entry of a step.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Named {
+        logprob: f64,
+        #[serde(default)]
+        rank: Option<usize>,
+    },
+    Bare(f64),
 }
 
 /// Returns the logprob and the text of the sampled token at a step.

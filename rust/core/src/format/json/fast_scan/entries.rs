@@ -1,11 +1,11 @@
 //! Reads token lists: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}, ...]}` and bare lists.
 //!
-//! It takes one pass and allocates nothing per token. `top_logprobs` is validated and skipped. A producer formats all
-//! entries of a list alike. So the scanner expects between the values of an entry the same bytes as in the entry
+//! It takes one pass and allocates nothing per token. `top_logprobs` is validated; it is read if it has ids (`token_id`,
+//! or texts `token_id:N`) and skipped otherwise. A producer formats all entries of a list alike. So the scanner expects between the values of an entry the same bytes as in the entry
 //! before.
 
 use super::cursor::{Cursor, Place, eight_digits, leading_digits, word_at};
-use crate::format::token_list::{Columns, EntryStart, Lists, Reading, Text, number_from_word};
+use crate::format::token_list::{Columns, EntryStart, Lists, Reading, Text, listed_logprob, number_from_word};
 use crate::trace::Tokens;
 
 /// The meaning of a key of an entry.
@@ -15,6 +15,7 @@ enum Field {
     Logprob,
     Bytes,
     TokenId,
+    Top,
     Other,
 }
 
@@ -67,6 +68,13 @@ struct Read {
     text: Text,
     bytes: bool,
     id: Option<u32>,
+}
+
+impl Read {
+    /// Returns whether the id of the entry was read.
+    fn has_id(self) -> bool {
+        self.id.is_some() || matches!(self.text, Text::Names(_))
+    }
 }
 
 impl Default for Read {
@@ -131,6 +139,7 @@ impl<'a> Cursor<'a> {
                 self.rewind(start);
                 columns.clear_text(opened);
                 columns.clear_bytes(opened);
+                columns.clear_top(opened);
                 self.entry(&mut habit, opened, columns)?
             };
             columns.close(read.reading, read.text, read.bytes, read.id);
@@ -154,8 +163,12 @@ impl<'a> Cursor<'a> {
         for (before, field) in &habit.fields {
             let values_end = self.place();
             self.expect(before)?;
-            if *field == Field::Other {
+            if *field == Field::Other || *field == Field::Top && !read.has_id() {
                 self.alternatives(start, values_end, habit)?;
+            } else if *field == Field::Top {
+                if self.word(b"[]").is_none() && self.again(start, values_end).is_none() {
+                    self.top(opened, columns)?;
+                }
             } else {
                 self.field(*field, &mut read, opened, columns)?;
             }
@@ -190,6 +203,7 @@ impl<'a> Cursor<'a> {
                 b"logprob" => Field::Logprob,
                 b"bytes" => Field::Bytes,
                 b"token_id" => Field::TokenId,
+                b"top_logprobs" => Field::Top,
                 _ => Field::Other,
             };
             if habit.fields.len() <= FIELDS {
@@ -222,9 +236,59 @@ impl<'a> Cursor<'a> {
             }
             Field::TokenId if self.word(b"null").is_some() => read.id = None,
             Field::TokenId => read.id = Some(self.id()?),
-            Field::Other => self.skip()?,
+            Field::Top if read.has_id() => {
+                columns.clear_top(opened);
+                self.top(opened, columns)?;
+            }
+            Field::Top | Field::Other => self.skip()?,
         }
         Some(())
+    }
+
+    /// Reads the most probable ids of an entry. A list of fewer than two, or with an item that has no id or no logprob,
+    /// is skipped.
+    #[inline(never)]
+    fn top(&mut self, opened: EntryStart, columns: &mut Columns) -> Option<()> {
+        if self.peek() != b'[' {
+            return self.skip();
+        }
+        let mut is_known = true;
+        self.list(|cursor| {
+            let (mut id, mut logprob) = (None, None);
+            if cursor.peek() != b'{' {
+                is_known = false;
+                return cursor.skip();
+            }
+            cursor.members(|cursor, key| {
+                match key.as_ref() {
+                    "token" if cursor.rest().starts_with(b"\"token_id:") => id = Some(cursor.name()?),
+                    "token_id" if cursor.peek() != b'n' => id = Some(cursor.id()?),
+                    "logprob" => logprob = cursor.listed()?,
+                    _ => cursor.skip()?,
+                }
+                Some(())
+            })?;
+            match (id, logprob) {
+                (Some(id), Some(logprob)) => columns.list(id, logprob),
+                _ => is_known = false,
+            }
+            Some(())
+        })?;
+        if !is_known || columns.listed(opened) < 2 {
+            columns.clear_top(opened);
+        }
+        Some(())
+    }
+
+    /// Reads the logprob of one of the most probable ids; the inner value is `None` if it is unknown.
+    fn listed(&mut self) -> Option<Option<f32>> {
+        if let Some(value) = self.short_decimal() {
+            return Some(listed_logprob(value));
+        }
+        if self.peek() == b'n' {
+            return self.word(b"null").map(|()| None);
+        }
+        self.float32_value().or_else(|| self.bare().and_then(number_from_word)).map(listed_logprob)
     }
 
     #[inline(always)]
@@ -322,7 +386,7 @@ impl<'a> Cursor<'a> {
     fn others(&mut self, habit: &EntryLayout<'a>) -> Option<()> {
         self.list(|cursor| {
             for (before, field) in &habit.fields {
-                if *field != Field::Other {
+                if !matches!(field, Field::Other | Field::Top) {
                     cursor.expect(before)?;
                     cursor.skip()?;
                 }

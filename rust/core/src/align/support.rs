@@ -1,0 +1,302 @@
+//! Finds the ids from which the sampler drew each token, its support, if the record proves them.
+//!
+//! With top-p, top-k or min-p a token is drawn from a part of the vocabulary. The record may list this part (a sampling
+//! mask), or the most probable ids with logprobs that contain all of it:
+//!
+//! - processed logprobs: an id that could not be drawn has the logprob -inf. The list is sorted, so it is complete if it
+//!   contains such an id, or if no further id can have the mass that the options require.
+//! - logprobs over the whole vocabulary (raw, or SGLang's): the options are applied to the list in vLLM's order, min-p,
+//!   top-k, top-p. The logprob of the token becomes that over its support.
+//!
+//! What rounding could decide either way is not proven. A token whose support is not proven has no logprob, if that of
+//! other tokens of its generation is; else the generation is left as it is, and its options count as not replayed.
+
+use super::types::{Mode, Options};
+use crate::findings::Reason;
+use crate::sampling::{OPTIONS, TOP_P};
+use crate::server::Server;
+use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Note, TopLogprobs, Trace};
+use serde_json::Value;
+use std::sync::Arc;
+
+const MASK: &str = "sampling_mask";
+/// Options that only exclude ids, so that a mask replays them completely.
+const EXCLUDING: [&str; 12] = [
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "tfs_z",
+    "top_a",
+    "top_n_sigma",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "min_tokens",
+    "allowed_token_ids",
+    "bad_words",
+];
+/// Options whose effect is computed from logprobs over the whole vocabulary.
+const COMPUTED: [&str; 3] = ["top_p", "top_k", "min_p"];
+/// Two scores or shares that differ by less may compare either way in a server, which computes in float32.
+const ROUNDING: f64 = 1e-5;
+/// Absolute error of the sum of a distribution that was computed in float32.
+const SUM_ROUNDING: f64 = 2e-6;
+/// vLLM raises lower temperatures to this one, and treats 0 as greedy.
+const MIN_TEMPERATURE: f32 = 0.01;
+
+/// Returns the trace with the support of its tokens as sampling masks, as far as it is known.
+pub fn with_support(trace: &Arc<Trace>, options: Options) -> Arc<Trace> {
+    let is_listed = |generation: &Generation| {
+        generation.tokens.top.is_some() || generation.extras.iter().any(|extra| extra.name == MASK)
+    };
+    if !trace.generations.iter().any(is_listed) {
+        return trace.clone();
+    }
+    let mut result = Trace::clone(trace);
+    for generation in result.generations.iter_mut().filter(|generation| is_listed(generation)) {
+        let found = if options.mode == Mode::Splice { find(generation, options) } else { None };
+        generation.extras.retain(|extra| extra.name != MASK);
+        generation.tokens.top = None;
+        if let Some(found) = found {
+            found.apply(generation);
+        }
+    }
+    Arc::new(result)
+}
+
+/// The support of the tokens of a generation.
+struct Found {
+    /// Bits of the options that it replays.
+    replayed: u32,
+    ends: Vec<u32>,
+    ids: Vec<i32>,
+    /// The logprob of each token over its support; NaN if the support is not known.
+    logprobs: Vec<f32>,
+    unknown: usize,
+}
+
+impl Found {
+    fn apply(self, generation: &mut Generation) {
+        let extra =
+            Extra { name: MASK, first: ExtraStart::Sampled, shape: Vec::new(), ends: self.ends, values: self.ids };
+        generation.extras.push(extra);
+        generation.replayed = Some(self.replayed);
+        generation.tokens.logprobs = Some(self.logprobs);
+        if self.unknown > 0 {
+            let detail = "the record does not list all ids from which the sampler drew the token".to_owned();
+            generation.notes.push(Note { reason: Reason::MissingLogprob, count: self.unknown as u32, detail });
+        }
+    }
+}
+
+fn bits_of(names: &[&str]) -> u32 {
+    let bit = |name: &&str| OPTIONS.iter().position(|(option, _)| option == name).map_or(0, |place| 1 << place);
+    names.iter().map(bit).fold(0, |bits, bit| bits | bit)
+}
+
+/// Returns the support of a generation's tokens; `None` if that of no token is known.
+fn find(generation: &Generation, options: Options) -> Option<Found> {
+    let (ids, logprobs) = (generation.tokens.ids.as_ref()?, generation.tokens.logprobs.as_ref()?);
+    let active = options.changed_sampling_options(generation);
+    let kind = options.kind(generation);
+    // SGLang's logprobs are scaled by the temperature, but over the whole vocabulary.
+    let is_whole = kind == LogprobKind::Raw || generation.server == Some(Server::Sglang);
+    if kind == LogprobKind::Unknown || ids.len() != logprobs.len() {
+        return None;
+    }
+    let mask = generation.extras.iter().find(|extra| extra.name == MASK && !is_whole);
+    let top = generation.tokens.top.as_deref();
+    let rules = Rules::of(generation, options, kind);
+    let replayable = bits_of(if is_whole { &COMPUTED } else { &EXCLUDING });
+    if mask.is_none() && active & replayable == 0 || is_whole && (active & !replayable != 0 || rules.is_none()) {
+        return None;
+    }
+    let mut found =
+        Found { replayed: active & replayable, ends: Vec::new(), ids: Vec::new(), logprobs: Vec::new(), unknown: 0 };
+    let mut known = 0;
+    for (at, (&id, &logprob)) in ids.iter().zip(logprobs).enumerate() {
+        let support = match (mask, top) {
+            (Some(mask), _) => of_mask(mask, at, id, active != 0).map(|ids| (ids, logprob)),
+            (None, Some(top)) if logprob.is_finite() => match &rules {
+                Some(rules) if is_whole => rules.of_vocabulary(top, at, id, logprob),
+                _ => of_processed(top, at, id, logprob, rules.as_ref()).map(|ids| (ids, logprob)),
+            },
+            _ => None,
+        };
+        match support {
+            Some((kept, over_support)) => {
+                known += usize::from(!kept.is_empty());
+                found.ids.extend(kept.iter().map(|&id| i32::try_from(id).unwrap_or(i32::MAX)));
+                found.logprobs.push(over_support);
+            }
+            None => {
+                found.unknown += usize::from(logprob.is_finite());
+                found.logprobs.push(f32::NAN);
+            }
+        }
+        found.ends.push(found.ids.len() as u32);
+    }
+    (known > 0).then_some(found)
+}
+
+/// Returns the row of a sampling mask if it contains the sampled id. An empty row without an active option stands for
+/// the whole vocabulary.
+fn of_mask(mask: &Extra, at: usize, id: u32, is_restricted: bool) -> Option<Vec<u32>> {
+    let end = *mask.ends.get(at)? as usize;
+    let start = if at == 0 { 0 } else { mask.ends[at - 1] as usize };
+    let row: Vec<u32> = mask.values.get(start..end)?.iter().map(|&id| id as u32).collect();
+    if row.is_empty() { (!is_restricted).then_some(row) } else { Some(row).filter(|row| row.contains(&id)) }
+}
+
+/// Returns the ids that could be drawn, from processed logprobs.
+fn of_processed(top: &TopLogprobs, at: usize, id: u32, logprob: f32, rules: Option<&Rules>) -> Option<Vec<u32>> {
+    let listed = listed(top, at, id, logprob)?;
+    let mut kept: Vec<(u32, f64)> = listed.iter().copied().filter(|(_, value)| value.is_finite()).collect();
+    let is_outside = !kept.iter().any(|(listed, _)| *listed == id);
+    if is_outside {
+        kept.push((id, f64::from(logprob)));
+    }
+    let is_complete = kept.len() < listed.len() + usize::from(is_outside)
+        || rules.is_some_and(|rules| rules.leave_no_room(&kept));
+    is_complete.then(|| kept.into_iter().map(|(id, _)| id).collect())
+}
+
+/// Returns the most probable ids of a token with their logprobs, each id once, most probable first; `None` without any.
+///
+/// Servers list the sampled id in addition to the most probable ones. If it is the least probable, it may not be next
+/// after them, and is left out.
+fn listed(top: &TopLogprobs, at: usize, id: u32, logprob: f32) -> Option<Vec<(u32, f64)>> {
+    let (ids, logprobs) = top.at(at);
+    let mut listed: Vec<(u32, f64)> = ids.iter().copied().zip(logprobs.iter().map(|&value| f64::from(value))).collect();
+    listed.sort_by_key(|&(id, _)| id);
+    listed.dedup_by_key(|&mut (id, _)| id);
+    listed.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+    if listed.last().is_some_and(|&(last, value)| last == id && value == f64::from(logprob)) {
+        listed.pop();
+    }
+    Some(listed).filter(|listed| !listed.is_empty())
+}
+
+/// The values of the options that exclude ids.
+struct Rules {
+    top_p: Option<f64>,
+    top_k: Option<usize>,
+    min_p: Option<f64>,
+    /// The factor of the listed logprobs that gives scores of the sampled distribution.
+    scale: f64,
+}
+
+impl Rules {
+    /// Returns the rules, or `None` if a value or the temperature is not known.
+    fn of(generation: &Generation, options: Options, kind: LogprobKind) -> Option<Self> {
+        let active = options.changed_sampling_options(generation);
+        let value = |name: &str| {
+            let is_active = active & bits_of(&[name]) != 0;
+            let recorded = generation.options.iter().find(|(option, _)| *option == name).and_then(|(_, value)| number(value));
+            if is_active { recorded.map(Some) } else { Some(None) }
+        };
+        let top_p = if active & TOP_P == 0 { None } else { Some(f64::from(generation.top_p.filter(|top_p| *top_p < 1.0)?)) };
+        let scale = if kind == LogprobKind::Raw {
+            1.0 / f64::from(options.temperature(generation).filter(|&temperature| temperature >= MIN_TEMPERATURE)?)
+        } else {
+            1.0
+        };
+        Some(Self { top_p, top_k: value("top_k")?.map(|k| k as usize), min_p: value("min_p")?, scale })
+    }
+
+    /// Returns whether no id beyond `kept` can have the least probability that these rules require.
+    fn leave_no_room(&self, kept: &[(u32, f64)]) -> bool {
+        let total: f64 = kept.iter().map(|(_, value)| value.exp()).sum();
+        let most = kept.iter().map(|(_, value)| *value).fold(f64::NEG_INFINITY, f64::max).exp();
+        let least = kept.iter().map(|(_, value)| *value).fold(f64::INFINITY, f64::min).exp();
+        // A further id that top-k keeps is as probable as the last of the k; one that min-p keeps has its least share.
+        let tie = self.top_k.filter(|&k| k <= kept.len()).map(|_| least);
+        let share = self.min_p.map(|min_p| min_p * most);
+        let required = tie.into_iter().chain(share).fold(0.0, f64::max);
+        let missing = 1.0 - total + SUM_ROUNDING;
+        missing < 0.5 * required
+    }
+
+    /// Returns the ids that could be drawn and the logprob of the token over them, from logprobs over the vocabulary.
+    fn of_vocabulary(&self, top: &TopLogprobs, at: usize, id: u32, logprob: f32) -> Option<(Vec<u32>, f32)> {
+        let listed = listed(top, at, id, logprob)?;
+        let mut scores: Vec<(u32, f64)> = listed.iter().map(|&(id, value)| (id, value * self.scale)).collect();
+        let mut is_complete = scores.iter().any(|(_, score)| *score == f64::NEG_INFINITY);
+        scores.retain(|(_, score)| score.is_finite());
+        let best = scores.first()?.1;
+        if let Some(min_p) = self.min_p {
+            let limit = best + min_p.ln();
+            if scores.iter().any(|(_, score)| (score - limit).abs() < ROUNDING) {
+                return None;
+            }
+            let count = scores.iter().take_while(|(_, score)| *score >= limit).count();
+            is_complete |= count < scores.len();
+            scores.truncate(count);
+        }
+        if let Some(k) = self.top_k.filter(|&k| k > 0)
+            && let Some(&(_, last)) = scores.get(k - 1)
+        {
+            // vLLM keeps every id as probable as the last of the k.
+            let count = scores.iter().take_while(|(_, score)| *score >= last).count();
+            if let Some((_, next)) = scores.get(count) {
+                if last - next < ROUNDING {
+                    return None;
+                }
+                is_complete = true;
+            }
+            scores.truncate(count);
+        }
+        let mass = |scores: &[(u32, f64)]| scores.iter().map(|(_, score)| (score - best).exp()).sum::<f64>();
+        if let Some(top_p) = self.top_p {
+            let least = mass(&scores);
+            let most = if is_complete { least } else { least + self.rest(&listed, best)? };
+            let mut before = 0.0;
+            let mut count = 0_usize;
+            for &(_, score) in &scores {
+                let (low, high) = (before / most, before / least);
+                if low - ROUNDING < top_p && top_p < high + ROUNDING {
+                    return None;
+                }
+                if low >= top_p {
+                    break;
+                }
+                before += (score - best).exp();
+                count += 1;
+            }
+            // Which of two equally probable ids top-p keeps depends on the order in which a server sorts them.
+            if let (Some((_, last)), Some((_, next))) = (scores.get(count.checked_sub(1)?), scores.get(count)) {
+                if last - next < ROUNDING {
+                    return None;
+                }
+                is_complete = true;
+            }
+            scores.truncate(count);
+        }
+        if !is_complete {
+            return None;
+        }
+        let &(_, own) = scores.iter().find(|(kept, _)| *kept == id)?;
+        let over_support = own - best - mass(&scores).ln();
+        Some((scores.iter().map(|(id, _)| *id).collect(), over_support.min(0.0) as f32))
+    }
+
+    /// Returns the most mass that the ids beyond the list can have, in units of the mass of the best id; `None` if it has
+    /// no bound.
+    fn rest(&self, listed: &[(u32, f64)], best: f64) -> Option<f64> {
+        let total: f64 = listed.iter().map(|(_, value)| value.exp()).sum();
+        let missing = (1.0 - total).max(0.0) + ROUNDING;
+        let least = listed.last()?.1;
+        // No further id is more probable than the last of the list. At a temperature below 1, mass * (probability of the
+        // last) ^ (scale - 1) bounds the sum of probability ^ scale.
+        (self.scale >= 1.0).then(|| missing * ((self.scale - 1.0) * least - best).exp())
+    }
+}
+
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => text.trim().parse().ok(),
+        _ => None,
+    }
+    .filter(|number| number.is_finite())
+}
