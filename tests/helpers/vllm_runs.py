@@ -9,7 +9,8 @@ CONFIG = tg.config.Config(train=tg.config.Train(groups_per_step=4), optimizer=tg
 
 def run(example, url, out, *, config=CONFIG, key=None, **told):
     """Steps of four groups of four."""
-    play = RolloutConfig(group_size=4, max_tokens=64, max_turns=4, temperature=told.pop("temperature", 1.0))
+    options = {"temperature": told.pop("temperature", 1.0), **told.pop("rollout", {})}
+    play = RolloutConfig(group_size=4, max_tokens=64, max_turns=4, **options)
     return tg.online.train(
         example / "model",
         online.tasks("traces", 0),

@@ -17,6 +17,7 @@ from tracegrad.data.sampling import options_on
 from tracegrad.model import logprobs
 from tracegrad.rollout.client import Servers
 from tracegrad.weight_sync import File
+from vllm_runs import run
 
 pytestmark = pytest.mark.vllm
 TOKENS, REQUESTS, LISTED = 160, 8, 100
@@ -104,3 +105,18 @@ def test_the_ratio_is_1_over_the_support(recorded, example):
     mass = np.exp(whole.old_logprobs[known] - step.rollout_logprobs[known])
     assert mass.max() < 1.0001
     assert mass.mean() < 0.99
+
+
+@pytest.mark.parametrize("path", ["messages", "token_ids"])
+def test_rollouts_with_truncated_sampling_are_trained_on(served, example, tmp_path, path):
+    rollout = {"input": path, "temperature": 1.2, "top_p": 0.9, "top_k": 30, "top_logprobs": 64}
+    found = run(example, served, tmp_path / "run", steps=2, rollout=rollout)
+    for row in found.rows:
+        print({name: value for name, value in row.items() if "ratio" in name or "weight_check" in name or "valid" in name})
+    traces = tg.Traces.concatenate(tg.read(path) for path in sorted((tmp_path / "run" / "played").iterdir()))
+    sequences = tg.align(traces, tg.Tokenizer.from_pretrained(example / "model"))
+    assert set(options_on(int(sequences.replayed[0]))) == {"top_p", "top_k"}
+    assert not sequences.reshaped.any()
+    for row in found.rows:
+        assert row["weight_check/max"] < 1e-4
+        assert row["tokens_lost"] == 0

@@ -35,6 +35,8 @@ OPTION_SPELLINGS = tuple(name for name in CANONICAL_NAMES if name != "top_p")
 """Every spelling of every option except temperature and top_p."""
 TRUNCATING = ("top_p", "top_k", "min_p", "typical_p", "tfs_z", "top_a", "top_n_sigma", "epsilon_cutoff", "eta_cutoff")
 """Options that truncate the distribution: the kept tokens have mass S, and a token was drawn with probability / S."""
+REPLAYED = ("top_p", "top_k", "min_p")
+"""Options whose effect is replayed if the record lists the ids that they keep (`Sequences.support`)."""
 MASKS = (
     *("logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget", "watermarking"),
     *("logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "extra_args"),
@@ -158,8 +160,19 @@ def multiple_answers(request: Mapping[str, Any]) -> dict[str, Any]:
     return options_set
 
 
+def is_truncated(request: Mapping[str, Any]) -> bool:
+    """Return whether a request samples with top_p, top_k or min_p, whose effect `align` can replay.
+
+    >>> is_truncated({"top_p": 0.9}), is_truncated({"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.2})
+    (True, False)
+    """
+    return any(CANONICAL_NAMES.get(name, name) in REPLAYED for name in mismatch(request, "processed"))
+
+
 def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str | None:
     """Return the reason why a request cannot be recorded or trained on, None if it can.
+
+    A request with top_p, top_k or min_p can be trained on if it asks for `top_logprobs`, which show the kept ids.
 
     Args:
         request: fields of a completion request.
@@ -172,6 +185,12 @@ def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str 
         )
     if logprob_kind is None or not (bad := mismatch(request, logprob_kind)):
         return None
+    lists_ids = type(request.get("top_logprobs")) is int and request["top_logprobs"] > 0
+    replayed = [name for name in bad if CANONICAL_NAMES.get(name, name) in REPLAYED]
+    if replayed and lists_ids:
+        bad = {name: value for name, value in bad.items() if name not in (*replayed, "temperature")}
+        if not bad:
+            return None
     if list(bad) == ["temperature"] and logprob_kind != "processed":
         return (
             f"the request sets {format_options(bad)}, and the servers' logprobs are {logprob_kind}: of "
@@ -180,7 +199,13 @@ def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str 
         )
     return (
         f"the request sets {format_options(bad)}. The trainer computes the full distribution at the request's "
-        "temperature, and the ratio to tokens sampled from another one would be wrong. Leave it out."
+        "temperature, and the ratio to tokens sampled from another one would be wrong. "
+        + (
+            "Ask for the kept ids with rollout.top_logprobs (one more than top_k, or enough for what top_p keeps), or "
+            "leave it out."
+            if replayed and len(replayed) == len(bad) - ("temperature" in bad)
+            else "Leave it out."
+        )
     )
 
 

@@ -52,6 +52,17 @@ class RolloutConfig:
     """Trajectories per task; together they are one group."""
     temperature: float = 1.0
     """Sampling temperature."""
+    top_p: float = 1.0
+    """Sample from the most probable tokens with this mass; 1 keeps all. It needs `rollout.top_logprobs`."""
+    top_k: int = -1
+    """Sample from this many most probable tokens; -1 keeps all. It needs `rollout.top_logprobs`."""
+    min_p: float = 0.0
+    """Sample from the tokens with at least this share of the highest probability. It needs `rollout.top_logprobs`."""
+    top_logprobs: int = 0
+    """Number of most probable tokens that servers list with each token of a request with top_p, top_k or min_p. They
+    show from which tokens the sampler drew, and logprobs are compared over these. Use more than top_k, or enough for
+    what top_p keeps; tokens that need more have no logprob. Start vLLM with --max-logprobs of at least this number. If
+    it is 0, requests with these options are refused."""
     input: Literal["messages", "token_ids"] = "messages"
     """How a turn is sent to the servers. "messages" renders the whole conversation again each turn and works with any
     agent. "token_ids" sends token ids, so no sampled token is tokenised again; it needs servers with --enable-scale-out
@@ -70,6 +81,10 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("group_size", "max_tokens", "max_turns", "max_consecutive_failures"):
             _require(getattr(self, name) >= 1, f"rollout.{name}", getattr(self, name), "at least 1")
+        _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, and at most 1")
+        _require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "at least 0, and below 1")
+        _require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "-1, or at least 1")
+        _require(self.top_logprobs >= 0, "rollout.top_logprobs", self.top_logprobs, "at least 0")
         _require(self.input in ("messages", "token_ids"), "rollout.input", self.input, '"messages" or "token_ids"')
         for name in ("temperature", "timeout_s", "stall_timeout_s"):
             _require(

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.sampling import mismatch
+from tracegrad.data.sampling import CANONICAL_NAMES, NEUTRAL, REPLAYED, mismatch
 from tracegrad.errors import TracegradError
 from tracegrad.online.logprob_gap import Floats, LogprobGap, SyncFault, cached_response
 from tracegrad.online.options import RolloutConfig
@@ -45,12 +47,14 @@ class ProbeRow:
         rollout: [n] float32, nats.
         inv_temperature: [n] float32: 1 for raw logprobs, 1/temperature for processed ones.
         server: index of the server in `Sample.urls`.
+        support: for each token the ids from which it was sampled, as in `Sequences`; None for the whole vocabulary.
     """
 
     ids: NDArray[np.int64]
     rollout: Floats
     inv_temperature: Floats
     server: int = 0
+    support: Ragged | None = None
 
     def answers(self) -> Iterator["ProbeRow"]:
         """Yield each run of compared tokens with all tokens before it.
@@ -62,7 +66,8 @@ class ProbeRow:
         edges = np.flatnonzero(np.diff(np.r_[False, ~np.isnan(self.rollout), False]))
         for start, end in edges.reshape(-1, 2):
             rollout = np.where(np.arange(end) < start, np.float32(np.nan), self.rollout[:end])
-            yield ProbeRow(self.ids[:end], rollout, self.inv_temperature[:end], self.server)
+            support = self.support and self.support.take(np.arange(end))
+            yield ProbeRow(self.ids[:end], rollout, self.inv_temperature[:end], self.server, support)
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,17 @@ class Sample:
             np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")
         ]
         is_compared = ~np.isnan(arrays[1])
+        support = TokenSets.concatenate(
+            [(row.support and TokenSets.from_rows(row.support), np.arange(len(row.ids))) for row in rows]
+        )
         sequences = Sequences.from_arrays(
-            arrays[0], ends, arrays[1], is_compared, inv_temperature=arrays[2], logprob_kind="processed"
+            arrays[0],
+            ends,
+            arrays[1],
+            is_compared,
+            inv_temperature=arrays[2],
+            logprob_kind="processed",
+            support=support,
         )
         budget = max(trainer.config.pack.tokens_per_row, max(len(row.ids) for row in rows))
         [step] = pack(sequences, np.zeros(len(rows)), tokens_per_row=budget, per="trace")
@@ -298,6 +312,7 @@ def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
     """Return the first request of a trajectory as a probe: short, single, and at the same path.
 
     Return None for a request that cannot be compared: with images, or with options that the trainer cannot reproduce.
+    A probe has no top_p, top_k and min_p, so that it shows the logprobs of the whole vocabulary.
 
     >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
     >>> probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig()).body["max_tokens"]
@@ -308,6 +323,12 @@ def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
         request = {name: value for name, value in call["request"].items() if name not in _UNSENT and value is not None}
     except (KeyError, IndexError, TypeError, AttributeError):
         return None
+    truncating = {name for name in request if CANONICAL_NAMES.get(name, name) in REPLAYED}
+    request = {
+        name: NEUTRAL[CANONICAL_NAMES.get(name, name)] if name in truncating else value
+        for name, value in request.items()
+        if name not in ("top_logprobs", "return_tokens_as_token_ids")
+    }
     if mismatch(request, "processed") or not _is_text_only(request.get("messages")):
         return None
     temperature = float(request.get("temperature", 1.0))
@@ -360,5 +381,6 @@ def sample_of(
         rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
         last = int(np.flatnonzero(here[part])[-1]) + 1
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
-        rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last]))
+        support = sequences.support and sequences.support.rows(np.arange(cu[branch], cu[branch] + last))
+        rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last], support=support))
     return Sample.of(trainer, rows) if rows else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from tracegrad.data.sampling import NEUTRAL, refusal_reason
+from tracegrad.data.sampling import NEUTRAL, is_truncated, refusal_reason
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 
@@ -115,8 +115,14 @@ class Session:
             UnfitRequest: if the request has an option whose answer cannot be recorded or trained on.
         """
         defaults = self.sampling if required_fields else {}
-        if "max_completion_tokens" in body:
-            defaults = {key: value for key, value in defaults.items() if key != "max_tokens"}
+        dropped = ("max_tokens",) if "max_completion_tokens" in body else ()
+        # The ids that truncated sampling keeps are read from chat answers only.
+        dropped += (
+            ()
+            if "top_logprobs" in required_fields and is_truncated({**defaults, **_without_none(body)})
+            else ("top_logprobs",)
+        )
+        defaults = {key: value for key, value in defaults.items() if key not in dropped}
         filled = {key: value for key, value in defaults.items() if body.get(key) is None}
         request = {**filled, **_without_none(body)}
         if (reason := refusal_reason(request, self._kind if self._for_training else None)) is not None:
@@ -126,6 +132,8 @@ class Session:
             # The sender may request more logprobs than a record needs.
             if key not in ("top_logprobs", "logprobs") or not request.get(key):
                 request[key] = value
+        if "top_logprobs" in filled:
+            request["return_tokens_as_token_ids"] = True  # alternatives are recorded with their ids
         if isinstance(request.get("messages"), list):
             self._last_messages = _share_messages(request["messages"], self._last_messages)
             request["messages"] = list(self._last_messages)

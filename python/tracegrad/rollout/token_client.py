@@ -29,7 +29,14 @@ SAMPLING = (
 )  # fmt: skip
 # Fields that are sent to the parsers, and fields that every answer has, requested or not.
 PARSED = ("messages", "tools", "tool_choice", "chat_template_kwargs")
-ALWAYS = ("logprobs", "top_logprobs", "return_token_ids", "model", "max_completion_tokens")
+ALWAYS = (
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "model",
+    "max_completion_tokens",
+)
 # Number of recent conversations kept, since a call may be repeated on an earlier history.
 MAX_CONVERSATIONS = 8
 
@@ -164,7 +171,7 @@ def sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_choice(response: Any) -> dict[str, Any]:
-    """Return the choice of a generate response, with `logprobs` as a list of floats.
+    """Return the choice of a generate response, with `logprobs` as a list of floats and a list of `top_logprobs`.
 
     Raises:
         NoAnswer: if the response has no ids with a logprob each.
@@ -172,10 +179,12 @@ def parse_choice(response: Any) -> dict[str, Any]:
     try:
         [choice] = response["choices"]
         ids = choice["token_ids"]
-        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]] if ids else []
+        entries = choice["logprobs"]["content"] if ids else []
+        logprobs = [entry["logprob"] for entry in entries]
         exact = all(type(value) is int for value in ids) and all(isinstance(value, float | int) for value in logprobs)
         if exact and len(ids) == len(logprobs):
-            return {**choice, "token_ids": ids, "logprobs": logprobs}
+            top = [entry.get("top_logprobs") or [] for entry in entries]
+            return {**choice, "token_ids": ids, "logprobs": logprobs, "top_logprobs": top}
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         pass
     text = repr(response)
@@ -191,8 +200,11 @@ def chat_completion_of(answer: Mapping[str, Any], prompt: list[int], choice: Map
     Weight versions are written as SGLang does.
     """
     [parsed] = answer["choices"]
-    pairs = zip(choice["token_ids"], choice["logprobs"], strict=True)
-    content = [{"token": f"token_id:{id}", "logprob": logprob} for id, logprob in pairs]
+    columns = zip(choice["token_ids"], choice["logprobs"], choice["top_logprobs"], strict=True)
+    content = [
+        {"token": f"token_id:{id}", "logprob": logprob, **({"top_logprobs": top} if top else {})}
+        for id, logprob, top in columns
+    ]
     reason = choice.get("finish_reason")
     if reason == "stop" and parsed["message"].get("tool_calls"):
         reason = "tool_calls"

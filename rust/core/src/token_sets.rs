@@ -28,9 +28,13 @@ pub fn encode(offsets: &[i64], values: &[i32]) -> Result<TokenSets> {
         && offsets.last() == i64::try_from(values.len()).ok().as_ref()
         && offsets.is_sorted();
     if !ascends {
-        return Err(Error::new(Kind::Argument, "TG-ALIGN-507", "the offsets of sets do not ascend from 0 to their ids")
-            .why("Sets would be cut elsewhere")
-            .fix("Pass the ends of the rows behind a 0"));
+        return Err(Error::new(
+            Kind::Argument,
+            "TG-ALIGN-507",
+            "the offsets of sets do not ascend from 0 to their ids",
+        )
+        .why("Sets would be cut elsewhere")
+        .fix("Pass the ends of the rows behind a 0"));
     }
     if let Some(id) = values.iter().find(|&&id| id < 0) {
         return Err(Error::new(Kind::Argument, "TG-ALIGN-508", format!("a set contains the id {id}"))
@@ -165,7 +169,8 @@ impl<'a> View<'a> {
         let count = self.number(cursor)?;
         let mut least = 0_u32;
         for _ in 0..count {
-            let id = self.number(cursor)?.checked_add(least).and_then(|id| i32::try_from(id).ok()).ok_or_else(broken)?;
+            let id =
+                self.number(cursor)?.checked_add(least).and_then(|id| i32::try_from(id).ok()).ok_or_else(broken)?;
             read(id);
             least = id as u32 + 1;
         }
@@ -233,8 +238,7 @@ mod tests {
     #[test]
     fn broken_bytes_are_refused() {
         // No count; a count without ids; a number beyond 32 bits; an id beyond 31 bits; a byte too many.
-        for data in
-            [&[][..], &[1], &[1, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F], &[2, 0xFF, 0xFF, 0xFF, 0xFF, 7, 0], &[1, 5, 0]]
+        for data in [&[][..], &[1], &[1, 0xFF, 0xFF, 0xFF, 0xFF, 0x7F], &[2, 0xFF, 0xFF, 0xFF, 0xFF, 7, 0], &[1, 5, 0]]
         {
             let starts = [0, data.len() as i64];
             assert_eq!(View::new(&starts, data, 1).unwrap().check().unwrap_err().code, "TG-ALIGN-510", "{data:?}");

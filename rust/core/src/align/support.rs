@@ -123,16 +123,13 @@ fn find(generation: &Generation, options: Options) -> Option<Found> {
             },
             _ => None,
         };
-        match support {
-            Some((kept, over_support)) => {
-                known += usize::from(!kept.is_empty());
-                found.ids.extend(kept.iter().map(|&id| i32::try_from(id).unwrap_or(i32::MAX)));
-                found.logprobs.push(over_support);
-            }
-            None => {
-                found.unknown += usize::from(logprob.is_finite());
-                found.logprobs.push(f32::NAN);
-            }
+        if let Some((kept, over_support)) = support {
+            known += usize::from(!kept.is_empty());
+            found.ids.extend(kept.iter().map(|&id| i32::try_from(id).unwrap_or(i32::MAX)));
+            found.logprobs.push(over_support);
+        } else {
+            found.unknown += usize::from(logprob.is_finite());
+            found.logprobs.push(f32::NAN);
         }
         found.ends.push(found.ids.len() as u32);
     }
@@ -156,8 +153,8 @@ fn of_processed(top: &TopLogprobs, at: usize, id: u32, logprob: f32, rules: Opti
     if is_outside {
         kept.push((id, f64::from(logprob)));
     }
-    let is_complete = kept.len() < listed.len() + usize::from(is_outside)
-        || rules.is_some_and(|rules| rules.leave_no_room(&kept));
+    let is_complete =
+        kept.len() < listed.len() + usize::from(is_outside) || rules.is_some_and(|rules| rules.leave_no_room(&kept));
     is_complete.then(|| kept.into_iter().map(|(id, _)| id).collect())
 }
 
@@ -192,10 +189,12 @@ impl Rules {
         let active = options.changed_sampling_options(generation);
         let value = |name: &str| {
             let is_active = active & bits_of(&[name]) != 0;
-            let recorded = generation.options.iter().find(|(option, _)| *option == name).and_then(|(_, value)| number(value));
+            let recorded =
+                generation.options.iter().find(|(option, _)| *option == name).and_then(|(_, value)| number(value));
             if is_active { recorded.map(Some) } else { Some(None) }
         };
-        let top_p = if active & TOP_P == 0 { None } else { Some(f64::from(generation.top_p.filter(|top_p| *top_p < 1.0)?)) };
+        let top_p =
+            if active & TOP_P == 0 { None } else { Some(f64::from(generation.top_p.filter(|top_p| *top_p < 1.0)?)) };
         let scale = if kind == LogprobKind::Raw {
             1.0 / f64::from(options.temperature(generation).filter(|&temperature| temperature >= MIN_TEMPERATURE)?)
         } else {

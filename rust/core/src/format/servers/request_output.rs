@@ -126,7 +126,8 @@ fn of_steps(steps: &[&RawValue], ids: &[u32]) -> Decoded<Tokens> {
 fn listed(step: &RawValue) -> Option<Vec<(u32, f32)>> {
     let entries: BTreeMap<u32, Number> = serde_json::from_str(step.get()).ok()?;
     // The sampled id is listed at any rank, the others from rank 1 on.
-    let among_first = |entry: &Number| !matches!(entry, Number::Named { rank: Some(rank), .. } if *rank > entries.len());
+    let among_first =
+        |entry: &Number| !matches!(entry, Number::Named { rank: Some(rank), .. } if *rank > entries.len());
     let number = |entry: &Number| match entry {
         Number::Named { logprob, .. } | Number::Bare(logprob) => *logprob,
     };
