@@ -48,13 +48,13 @@ _COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
 - **TRL**: tracegrad reads a `GRPOConfig` in YAML, reward functions, completions in Parquet, and the rows of a
   rollout function. Pass the config with `--from-config trl:grpo.yaml`. `tg.online.train(model, tasks, rewards=[f])`
   accepts reward functions unchanged, and `environment=` a class that was written for `environment_factory`. To keep
-  GRPOTrainer, use [`FromTraces` or `WithObjective`](other-trainers.md).
+  GRPOTrainer, use [`FromTraces`](trl.md) or [`WithObjective`](trl-rollouts.md).
 - **verl**: tracegrad reads a config as verl prints it, rows of `DataProto`, and the dump of `rollout_data_dir`.
   Pass `--from-config verl:resolved.yaml` and `--logprob-kind processed`, because verl requests processed logprobs
-  from vLLM. To keep verl, use [`correct_batch` and `register`](other-trainers.md).
+  from vLLM. To keep verl, use [`correct_batch` and `register`](verl.md).
 - **ART**: tracegrad reads trajectories with `messages_and_choices` and a train config. Pass `--from-config
   art:train.json`. `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups, like RULER. To keep
-  ART, use [`to_traces` and `to_groups`](other-trainers.md).
+  ART, use [`to_traces` and `to_groups`](art.md).
 - **prime-rl**: tracegrad reads rollouts of verifiers, and runs environments of its hub. It does not read the
   config. The loss is a [preset](../reference/losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
   `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
