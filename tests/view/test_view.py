@@ -143,7 +143,7 @@ def test_columns_and_rows_come_as_the_page_reads_them(client, session):
     np.testing.assert_array_equal(table[names.index("reward")], session.columns()["reward"])
     assert client.get("/secret/rows?n=1,2,x").json()[1]["id"] == "t2"
     assert np.frombuffer(client.get("/secret/tag?name=tool:price").content, "<i4")[0] == 1
-    assert "no row 5000" in client.get("/secret/trace/5000").json()["error"]
+    assert "TG-VIEW-008: row 5000" in client.get("/secret/trace/5000").json()["error"]
 
 
 def test_a_hostile_trace_stays_text(tmp_path):

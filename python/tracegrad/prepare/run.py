@@ -336,7 +336,7 @@ def _check_plan(place: LocalOutput | RemoteOutput, plan: dict[str, Any]) -> None
         differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
-            f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of these shards "
+            f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of the shards "
             f"({str(error)[:80]!r}). They cannot be resumed. Give another out."
         ) from error
     if differing:
