@@ -65,7 +65,7 @@ def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
     sample_names = [name for name in by_name if name.startswith("samples/")]
     if not sample_names and any(name in by_name for name in _STARTED):
         raise ReadError(
-            f"TG-DATA-016: {path}: the file has no record. It is a log of inspect-ai whose run ended before "
+            f"TG-DATA-016: {path}: there is no record in it. It is a log of inspect-ai whose run ended before "
             "its first sample was written. Run it again, or name the other logs."
         )
     if not sample_names:
