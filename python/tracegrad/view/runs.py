@@ -258,7 +258,7 @@ def _doctor_command(run: Path) -> str:
     traces, model = (
         (provenance.get("traces"), provenance.get("model")) if isinstance(provenance, dict) else (None, None)
     )
-    if not isinstance(traces, list) or not isinstance(model, dict):
+    if not isinstance(traces, list) or not traces or not isinstance(model, dict):  # no traces: records in memory
         return ""
     paths = [str(entry.get("path")) for entry in traces[:20] if isinstance(entry, dict)]
     command = shlex.join(["tracegrad", "doctor", *paths, "--model", str(model.get("path")), "--json"])
