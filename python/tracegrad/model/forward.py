@@ -107,8 +107,8 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
 
     Raises:
         ArgumentError: if the batch shares prefixes and no mask is correct for the model, if the model is not causal, or
-            if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states. Also if the
-            batch is not on a device.
+            if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states. Also if
+            the batch is not on a device.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from tracegrad import Sequences, pack
