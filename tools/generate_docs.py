@@ -368,7 +368,7 @@ def with_verbs(page: str) -> str:
 def verb_parsers() -> dict[str, tuple[str, Parser]]:
     """Return the purpose and the parser of each verb."""
     [commands] = [each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction)]
-    texts = {each.dest: each.help for each in commands._choices_actions}
+    texts = {each.dest: each.help or "" for each in commands._choices_actions}
     return {name: (texts[name], parser) for name, parser in commands.choices.items()}
 
 

@@ -287,6 +287,9 @@ def unreliable_sample_reason(
         ess, ess_fraction: effective sample size in traces, and its share of `traces`.
         clamped: number of traces with a clamped weight.
         low, high: ends of the interval; NaN if the traces are of one group.
+
+    >>> unreliable_sample_reason(120, 90.0, 0.75, 2, 0.4, 0.5)
+    '2 of 120 held-out traces have a clamped weight: the policy is far from the recorded one'
     """
     needed = max(MIN_ESS, math.ceil(MIN_ESS_FRACTION * traces - 1e-9))
     if not traces:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
@@ -167,7 +167,7 @@ def _outcome(rows: Rows, summary: Mapping[str, Any]) -> str:
     return f"{outcome.name}: {values or 'unknown'}"
 
 
-def _is_success(rate: Any) -> bool:
+def _is_success(rate: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a value of a summary is a measured success rate as `success_outcome` reads it."""
     ends = rate.get("ci95") if isinstance(rate, Mapping) else None
     if not isinstance(ends, list) or len(ends) != 2:
