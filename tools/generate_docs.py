@@ -1,9 +1,11 @@
 """Write the parts of docs/ that are made from the code: how-to/coming-from.md, and in reference/ losses.md,
-imported-configs.md, errors.md, the findings of findings.md, and the tables of metrics.md and configuration.md.
+imported-configs.md, errors.md, the findings of findings.md, the verbs of cli.md, and the tables of metrics.md and
+configuration.md.
 
     python tools/generate_docs.py
 """
 
+import argparse
 import ast
 import inspect
 import itertools
@@ -15,6 +17,8 @@ from typing import Any, TypeVar
 
 import error_codes
 from tracegrad import config
+from tracegrad.cli import build_parser
+from tracegrad.cli.args import Parser
 from tracegrad.doctor.examination import CHECKS
 from tracegrad.doctor.finding import Check
 from tracegrad.errors import ArgumentError
@@ -44,13 +48,13 @@ _COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
 - **TRL**: tracegrad reads a `GRPOConfig` in YAML, reward functions, completions in Parquet, and the rows of a
   rollout function. Pass the config with `--from-config trl:grpo.yaml`. `tg.online.train(model, tasks, rewards=[f])`
   accepts reward functions unchanged, and `environment=` a class that was written for `environment_factory`. To keep
-  GRPOTrainer, use [`FromTraces` or `WithObjective`](other-trainers.md).
+  GRPOTrainer, use [`FromTraces`](trl.md) or [`WithObjective`](trl-rollouts.md).
 - **verl**: tracegrad reads a config as verl prints it, rows of `DataProto`, and the dump of `rollout_data_dir`.
   Pass `--from-config verl:resolved.yaml` and `--logprob-kind processed`, because verl requests processed logprobs
-  from vLLM. To keep verl, use [`correct_batch` and `register`](other-trainers.md).
+  from vLLM. To keep verl, use [`correct_batch` and `register`](verl.md).
 - **ART**: tracegrad reads trajectories with `messages_and_choices` and a train config. Pass `--from-config
   art:train.json`. `tracegrad score rollouts/ --judge URL --rubric FILE` compares within groups, like RULER. To keep
-  ART, use [`to_traces` and `to_groups`](other-trainers.md).
+  ART, use [`to_traces` and `to_groups`](art.md).
 - **prime-rl**: tracegrad reads rollouts of verifiers, and runs environments of its hub. It does not read the
   config. The loss is a [preset](../reference/losses.md#prime_rl_default), `--objective PRIME_RL_DEFAULT`, and
   `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
@@ -319,14 +323,15 @@ def _arguments(inner: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
-BEGIN, END = "<!-- findings: python tools/generate_docs.py -->", "<!-- end of findings -->"
-
-
 def with_findings(page: str) -> str:
-    """Return the page with a new text between its two marks."""
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{_check_index()}\n{''.join(_check_section(check) for check in CHECKS)}{END}{after}"
+    """Return the page with new findings between their two marks."""
+    return _between_marks(page, "findings", f"{_check_index()}\n{''.join(_check_section(check) for check in CHECKS)}")
+
+
+def _between_marks(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- {name}: python tools/generate_docs.py -->", f"<!-- end of {name} -->"
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{text}{end}{rest.split(end)[1]}"
 
 
 def _check_index() -> str:
@@ -349,6 +354,42 @@ def _share(share: float | None, unit: str) -> str:
 def _check_section(check: Check) -> str:
     sees, threshold = (" ".join(part.split()) for part in inspect.cleandoc(check.run.__doc__ or "").split("\n\n"))
     return f"\n### {check.name}\n\n{sees}\n\n- {threshold}\n- Impact: {check.impact}\n- Fix: {check.fix}\n"
+
+
+def with_verbs(page: str) -> str:
+    """Return the page with a new table of verbs, and of the flags of each, between its two marks."""
+    parsers = verb_parsers()
+    index = ["| verb | purpose |", "|---|---|"]
+    index += [f"| [`{name}`](#{name}) | {_help_cell(text)} |" for name, (text, _) in parsers.items()]
+    sections = itertools.starmap(_verb_section, parsers.items())
+    return _between_marks(page, "verbs", "\n".join([*index, "", *sections, ""]))
+
+
+def verb_parsers() -> dict[str, tuple[str, Parser]]:
+    """Return the purpose and the parser of each verb."""
+    [commands] = [each for each in build_parser()._actions if isinstance(each, argparse._SubParsersAction)]
+    texts = {each.dest: each.help or "" for each in commands._choices_actions}
+    return {name: (texts[name], parser) for name, parser in commands.choices.items()}
+
+
+def _verb_section(name: str, verb: tuple[str, Parser]) -> str:
+    parser = verb[1]
+    formatter = parser._get_formatter()
+    rows = ["| argument | meaning |", "|---|---|"]
+    for action in parser._actions:
+        if not isinstance(action, argparse._HelpAction):
+            value = formatter._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
+            argument = " ".join([*action.option_strings, value]).strip()
+            needed = " (required)" if action.required and action.option_strings else ""
+            rows.append(f"| `{argument}`{needed} | {_help_cell(formatter._expand_help(action))} |")
+    return f"### {name}\n\n{_help_cell(parser.description or '')}\n\n" + "\n".join(rows) + "\n"
+
+
+def _help_cell(text: str) -> str:
+    """Return a text of --help as one line of Markdown, with its flags as code."""
+    plain = re.sub(r"(?<![`\w-])--[a-z][\w.-]*\w", r"`\g<0>`", " ".join(text.split()))
+    parts = re.split(r"(`[^`]*`)", plain)
+    return "".join(part if part[:1] == "`" else re.sub(r"[\\*_<>\[\]|#~]", r"\\\g<0>", part) for part in parts)
 
 
 def with_options(page: str) -> str:
@@ -383,6 +424,7 @@ def main() -> None:
     (DOCS / "reference" / "errors.md").write_text(error_codes.page(), encoding="utf-8")
     for name, change in (
         ("reference/findings.md", with_findings),
+        ("reference/cli.md", with_verbs),
         ("reference/metrics.md", lambda page: with_tables(page, TABLES)),
         ("reference/configuration.md", with_options),
     ):

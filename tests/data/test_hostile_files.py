@@ -251,8 +251,8 @@ def test_a_log_whose_list_of_members_does_not_fit_is_refused_before_it_is_read(t
     )
     *said, mib = limited(code, *paths)
     assert said == [
-        "its_list_of_members_has_more_than_16,777,216_bytes._It_would_be_held_whole._Write_the_samples_as_"
-        "JSONL,_or_as_several_logs."
+        "its_list_of_members_has_more_than_16,777,216_bytes._It_would_be_in_memory_completely._"
+        "Write_the_samples_as_JSONL,_or_as_several_logs."
     ] * len(paths)
     assert float(mib) < 32
 

@@ -165,7 +165,7 @@ def test_a_log_without_a_sample_is_left_out_beside_others_and_alone_says_why(her
     shutil.copy(FILES / "fourth" / "cut_off.eval", here)
     code, _, error = typed(f"tracegrad doctor cut_off.eval --model {MODEL}", capsys)
     assert code == 1
-    assert "a log of inspect-ai whose run was cut off before its first sample" in error
+    assert "a log of inspect-ai whose run ended before its first sample" in error
     shutil.copy(FILES / "inspect.eval", here)
     stream = tg.stream(["cut_off.eval", "inspect.eval"])
     assert sum(map(len, stream)) == 8

@@ -177,8 +177,8 @@ def test_a_picture_that_is_broken_or_gone_is_a_box_with_the_reason(tokenizer, tm
     gone = replace(found, images=replace(images, pictures=replace(images.pictures, sources=(Gone(),))))
     html = page(gone, tokenizer, tmp_path / "gone.html")
     assert not drawn(html)
-    assert html.count(": only its digest is known") == 2
-    assert "picture 84 x 56: TG-IMAGE-006: the picture" in html
+    assert html.count(": only its digest is recorded") == 2
+    assert "picture 84 x 56: TG-IMAGE-006: the image" in html
     whole = vlm.picture(56, 56, 9)
     cut = vlm.Files([whole[: len(whole) // 2] + whole[-12:]])
     table = replace(tables_of([whole]), digest=cut_digest(cut), sources=(cut,))

@@ -365,7 +365,7 @@ def test_a_peer_that_is_absent_or_of_another_shape_is_named_with_its_cure():
 
 
 def test_token_weights_of_the_page_give_any_trainer_our_learners_step(branched):
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "other-trainers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "your-trainer.md").read_text()
     (block,) = re.findall(r"```python\n(def token_weights.*?)```", page, re.S)
     assert len([line for line in block.splitlines() if line.strip()]) <= 10
     scope = {"tg": tg}

@@ -466,3 +466,12 @@ def test_layers_that_no_mask_keeps_apart_are_refused_in_one_row():
     assert policy.forward_plan(model, batch) == "stack"
     with pytest.raises(ArgumentError, match=r"TG-MODEL-006.*Lfm2ForCausalLM.*LookupError.*keeps.*apart"):
         policy.hidden_states(model, batch, "mask")
+
+
+@pytest.mark.parametrize("compute", [policy.forward_plan, policy.hidden_states])
+def test_a_batch_that_is_not_on_a_device_is_refused_with_the_call_that_moves_it(compute):
+    model = model_of("Qwen3")
+    [step, *_] = pack(sequences(), np.zeros(11), tokens_per_row=100)
+    with pytest.raises(ArgumentError, match=r"TG-MODEL-026.*numpy.*batch\.to\("):
+        compute(model, step.batches[0])
+    assert compute(model, step.batches[0].to("cpu")) is not None

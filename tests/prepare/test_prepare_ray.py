@@ -215,9 +215,8 @@ def test_two_nodes_write_the_same_bytes_also_when_an_actor_is_killed(ray, make, 
 
 @pytest.mark.nightly
 def test_the_page_s_example_of_ray_runs(ray, example, tmp_path, monkeypatch):
-    [block] = [
-        block for block in blocks("python") if block.page == "how-to/prepare-at-scale.md" and "ray.data" in block.text
-    ]
+    page = "how-to/prepare-with-your-engine.md"
+    [block] = [block for block in blocks("python") if block.page == page and "ray.data" in block.text]
     tg.write(tg.read(example / "traces.jsonl.zst", limit=64), tmp_path / "traces.jsonl")
     (tmp_path / "model").symlink_to(example / "model")
     monkeypatch.chdir(tmp_path)

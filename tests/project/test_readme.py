@@ -47,6 +47,15 @@ def shifted(record):
     return record
 
 
+def test_each_figure_of_the_results_is_in_the_benchmarks():
+    results = (ROOT / "README.md").read_text().split("\n## Results\n")[1].split("\n## ")[0]
+    table = "".join(line for line in results.splitlines(keepends=True) if line.startswith("|"))
+    figures = set(re.findall(r"\d+\.\d|\d[\d,]*,\d{3}", table))
+    assert figures >= {"78.5", "44.9", "91.0", "93.9", "52,900", "62,600"}
+    benchmarks = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text()
+    assert [figure for figure in sorted(figures) if figure not in benchmarks] == []
+
+
 def test_every_page_that_a_page_links_to_is_there():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

@@ -126,7 +126,7 @@ def test_what_says_how_a_run_goes_is_refused_by_a_run_alone_and_the_objective_is
     with pytest.raises(ArgumentError) as refused:
         recipe.resolve()
     assert named in str(refused.value)
-    assert "The objective alone is recipe.objective." in str(refused.value)
+    assert "recipe.objective has the objective." in str(refused.value)
 
 
 def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made_up():

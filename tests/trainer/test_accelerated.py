@@ -1,4 +1,4 @@
-"""docs/how-to/other-trainers.md under accelerate's launcher: two processes on a CPU take the steps of one."""
+"""docs/how-to/transformers.md under accelerate's launcher: two processes on a CPU take the steps of one."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tracegrad.config import load
+from tracegrad.metrics import unreliable_reason
 from tracegrad.trainer.off_policy_eval import SUM_LIMIT, choose_held_out, difference, estimate, good_and_bad
 from tracegrad.trainer.schedule import Schedule
 from tracegrad.trainer.signals import Interrupt
@@ -121,6 +122,7 @@ def test_a_value_is_known_if_no_weight_is_clamped_and_enough_traces_are_left(wei
     found = logged(weights, rewards)
     assert found.is_reliable is known
     assert found.row()["ope_reliable"] == known
+    assert (unreliable_reason(found.row()) is None) is known
     assert min(rewards) <= found.low <= found.value <= found.high <= max(rewards)
 
 

@@ -8,8 +8,9 @@ pytest.importorskip("torch")
 
 import tracegrad as tg
 from tracegrad.cli import main
-from tracegrad.errors import ArgumentError
+from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.objective import Objective, Ratio
+from tracegrad.view import runs
 
 OPTIONS = {"data.holdout": 0.0, "train.groups_per_step": 2, "optimizer.lr": 1e-4, "train.seed": 3}
 
@@ -67,6 +68,28 @@ def test_an_objective_by_value_and_tokens_that_are_aligned(traces, example, tmp_
         tg.train(example / "model", sequences, out=tmp_path / "a", **told)
     again = tg.train(example / "model", sequences, out=tmp_path / "a", resume=True, sinks=(), log=lambda line: None)
     assert again.step == 3
+
+
+def test_records_in_memory_train_as_their_file(traces, example, tmp_path):
+    told = {"options": OPTIONS, "sinks": (), "log": lambda line: None}
+    tg.train(example / "model", traces, out=tmp_path / "file", **told)
+    read = tg.read(traces)
+    scored = [{**trace.to_dict(), "reward": None, "score": trace.reward} for trace in read]
+    mapped = {**told, "options": {**OPTIONS, "map.reward": "score"}}
+    for name, source, options in (("read", read, told), ("list", list(read), told), ("dicts", iter(scored), mapped)):
+        done = tg.train(example / "model", source, out=tmp_path / name, **options)
+        assert done.step == 3
+        assert rows(tmp_path / name) == rows(tmp_path / "file")
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        assert summary["provenance"]["traces"] == []
+        assert runs.page([tmp_path / name]).count("tracegrad doctor") == 0  # no file that it could read
+    with pytest.raises(ReadError, match="TG-DATA-034"):
+        tg.train(example / "model", [], out=tmp_path / "none", **told)
+    options = {**OPTIONS, "data.on_error": "quarantine"}
+    with pytest.raises(ArgumentError, match="TG-DATA-001"):
+        tg.train(example / "model", scored, out=tmp_path / "none", **{**told, "options": options})
+    with pytest.raises(ArgumentError, match=r"TG-DATA-039: int"):
+        tg.train(example / "model", 5, out=tmp_path / "none", **told)
 
 
 def test_a_loss_of_ones_own(traces, example, tmp_path):

@@ -143,7 +143,7 @@ def test_columns_and_rows_come_as_the_page_reads_them(client, session):
     np.testing.assert_array_equal(table[names.index("reward")], session.columns()["reward"])
     assert client.get("/secret/rows?n=1,2,x").json()[1]["id"] == "t2"
     assert np.frombuffer(client.get("/secret/tag?name=tool:price").content, "<i4")[0] == 1
-    assert "no row 5000" in client.get("/secret/trace/5000").json()["error"]
+    assert "TG-VIEW-008: row 5000" in client.get("/secret/trace/5000").json()["error"]
 
 
 def test_a_hostile_trace_stays_text(tmp_path):
@@ -382,7 +382,7 @@ def test_a_change_of_a_run_is_sent(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
-    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.25}\n')
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward": 0.25, "trajectories": 8}\n')
     pages = []
     whole_page = runs.page
     monkeypatch.setattr(runs, "page", lambda *chosen: pages.append(1) or whole_page(*chosen))
@@ -395,12 +395,37 @@ def test_a_change_of_a_run_is_sent(tmp_path, monkeypatch):
             assert client.get("/secret/runs", headers={"if-none-match": tag}).status_code == 304
         assert len(pages) == 1  # an unchanged run costs no reading and no page
         with open(run / "metrics.jsonl", "a") as file:
-            file.write('{"step": 2, "reward": 0.75}\n')
+            file.write('{"step": 2, "reward": 0.75, "trajectories": 16}\n')
         changed = client.get("/secret/runs", headers={"if-none-match": tag})
         assert "0.25 → 0.75" in changed.json()["html"]
         with manifest.lock(run):
             locked = client.get("/secret/runs", headers={"if-none-match": changed.headers["etag"]})
             assert "<td>running</td>" in locked.json()["html"]
+
+
+def test_recorded_rewards_are_not_shown_as_progress(tmp_path):
+    sample = {"ope_ess": 80.0, "ope_ess_fraction": 0.625, "ope_traces": 128, "ope_clamped": 0, "ope_reliable": 1}
+    before = {"step": 0, "ope": 0.44, "ope_low": 0.34, "ope_high": 0.55, "ope_recorded_reward": 0.445, **sample}
+    after = {**before, "step": 2, "reward": 0.75, "ope": 0.73, "ope_low": 0.62, "ope_high": 0.84}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+
+    def cells(*rows, **summary):
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "summary.json").write_text(json.dumps(summary))
+        table = unescape(runs.page([run]).partition("</table>")[0])
+        return re.findall("<td>([^<]*)</td>", table)[-2:]  # reward, outcome
+
+    known = "Off-policy estimate: before training 0.44 [0.34, 0.55], after step 2 0.73 [0.62, 0.84]"
+    assert cells(before, {"step": 1, "reward": 0.25}, after) == ["", known]
+    unknown = cells(before, {"step": 1, "reward": 0.25}, {**after, "ope_reliable": 0})
+    assert unknown == ["", "Off-policy estimate: unknown"]
+    online = [{"step": step, "reward": step / 4, "trajectories": 8 * step} for step in (1, 2)]
+    assert cells(*online) == ["0.25 → 0.5", "Reward of the rollouts: unknown"]
+    rates = [{"success": share, "ci95": [share - 0.04, share + 0.04], "n": 512} for share in (0.39, 0.68)]
+    success = "before 39.0 % [35.0, 43.0], n = 512, after 68.0 % [64.0, 72.0], n = 512"
+    assert cells(after, before=rates[0], after=rates[1]) == ["", f"Success on fresh prompts: {success}"]
 
 
 def test_the_rollouts_of_a_run_appear_when_their_folder_does(tmp_path):

@@ -581,7 +581,7 @@ def test_new_metrics_rollouts_and_matches_appear_without_a_reload(page, tmp_path
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
-    metrics = written(run / "metrics.jsonl", [{"step": 1, "reward": 0.25}])
+    metrics = written(run / "metrics.jsonl", [{"step": 1, "reward": 0.25, "trajectories": 8}])
     traces = written(tmp_path / "t.jsonl", [record(1), record(2)])
     with Viewer([traces, run], tmp_path / "index") as session:
         served = Served(whole(session))
@@ -590,7 +590,7 @@ def test_new_metrics_rollouts_and_matches_appear_without_a_reload(page, tmp_path
         page.goto(served.url + "#runs")
         page.wait_for_selector("td:text('0.25 → 0.25')")
         with open(metrics, "a") as file:
-            file.write(json.dumps({"step": 2, "reward": 0.75}) + "\n")
+            file.write(json.dumps({"step": 2, "reward": 0.75, "trajectories": 16}) + "\n")
         page.wait_for_selector("td:text('0.25 → 0.75')")
         page.click("#to-list")
         page.fill("#query", "number 1")

@@ -262,8 +262,8 @@ def whiten_float64(values: Floats, ddof: int, eps: float, eps_in: str) -> Floats
     present = values[known]
     if len(present) == 1 or np.isinf(present).any():
         raise ArgumentError(
-            f"TG-ADV-015: {len(present)} of {values.size} values are known and {int(np.isinf(present).sum())} of these "
-            "are infinite. Their deviation is not defined. Whiten two or more finite values."
+            f"TG-ADV-015: {len(present)} of {values.size} values are not NaN, and {int(np.isinf(present).sum())} are "
+            "infinite. Their deviation is not defined. Whiten two or more finite values."
         )
     if not len(present) or present.min() == present.max():
         return np.zeros_like(values)

@@ -294,7 +294,7 @@ def optimal_token_baseline(
     """
     if tail not in ("keep", "zero"):
         raise ArgumentError(
-            f"TG-ADV-026: tail is {tail!r}. It decides what the last trace of a group keeps. It must be 'keep' or "
+            f"TG-ADV-026: tail is {tail!r}. It decides how the last trace of a group is treated. It must be 'keep' or "
             "'zero'."
         )
     reward, owner = check_terms(trace, rewards=rewards)

@@ -46,7 +46,10 @@ def add_to(commands: Any) -> None:
         reason_no_effect=None,
     )
     parser.add_argument(
-        "run_file", type=Path, metavar="run.toml", help="model, tasks, rewards, options: docs/how-to/online.md"
+        "run_file",
+        type=Path,
+        metavar="run.toml",
+        help="model, tasks, rewards, options: docs/reference/configuration.md",
     )
     parser.add_argument("--model", metavar="DIR", help="Hugging Face model folder")
     parser.add_argument("--out", metavar="DIR", help="folder of the run")

@@ -133,7 +133,7 @@ def read(
     for name, _ in [*file_options, *training_overrides]:
         if (section := name.partition(".")[0]) not in sections:
             hint = config.nearest(section, sections)
-            raise ArgumentError(f"TG-CLI-012: {path}: {name}: there is no section {section}. {hint}")
+            raise ArgumentError(f"TG-CLI-012: {path}: {name}: the section {section} does not exist. {hint}")
         if name in OFFLINE_ONLY_OPTIONS:
             raise ArgumentError(
                 f"TG-CLI-025: {name} has no effect on an online run. Only tracegrad train uses it. Remove it."

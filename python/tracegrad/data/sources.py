@@ -343,7 +343,7 @@ def _folder(folder: Path) -> list[Place]:
     if not paths:
         content = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
         raise ReadError(
-            f"TG-DATA-037: {folder}: {content}. There are no traces to read. Name the files themselves; of a folder "
+            f"TG-DATA-037: {folder}: {content}. No traces can be read. Name the files themselves; of a folder "
             f"are read: {', '.join(SUFFIXES)}, also as .gz or .zst."
         )
     return [_place_in_folder(path) for path in paths]

@@ -66,7 +66,7 @@ class MediaFile:
                 data = file.read(min(end, size) - min(start, size))
         except OSError as error:
             raise ReadError(
-                f"TG-IMAGE-001: {self.path}: {error.strerror}. The pictures of these traces are in it. Copy the "
+                f"TG-IMAGE-001: {self.path}: {error.strerror}. It contains the images of the traces. Copy the "
                 f"folder again."
             ) from error
         if _core.picture_digest(data) != digest:

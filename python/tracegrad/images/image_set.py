@@ -87,8 +87,8 @@ class Images:
         source = next((source for source in self.sources if source.has_picture(digest)), None)
         if source is None:
             raise ReadError(
-                f"TG-IMAGE-006: the picture {digest.hex()} is not here: only its digest is known. A policy cannot see "
-                "it. Read or prepare the records that hold it."
+                f"TG-IMAGE-006: the image {digest.hex()} is missing: only its digest is recorded. A policy cannot use "
+                "it. Read or prepare the records that contain it."
             )
         return source.picture_bytes(digest)
 

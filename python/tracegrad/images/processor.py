@@ -68,8 +68,8 @@ def decode_image(
         )
     if media_type == "image/jpeg" and (scans := file.count(b"\xff\xda")) > MOST_SCANS:
         raise ReadError(
-            f"TG-IMAGE-009: {name}: a JPEG of {scans:,} scans, and at most {MOST_SCANS} are decoded. Each of them "
-            "takes as long as a whole picture. Leave its trace out."
+            f"TG-IMAGE-009: {name}: a JPEG of {scans:,} scans, and at most {MOST_SCANS} are decoded. Each scan "
+            "costs as much time as a complete image. Leave its trace out."
         )
     try:
         with warnings.catch_warnings():
@@ -95,8 +95,8 @@ def decode_image(
         raise
     except Exception as error:  # a decoder may raise anything for an untrusted file
         raise ReadError(
-            f"TG-IMAGE-011: {name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy saw it "
-            "whole, or the server refused it. Leave its trace out."
+            f"TG-IMAGE-011: {name}: cannot be decoded ({type(error).__name__}: {str(error)[:80]}). The policy had the "
+            "complete image, or the server refused it. Leave its trace out."
         ) from error
 
 
@@ -251,8 +251,8 @@ def _load(name: str, folder: Path) -> Any:
     except Exception as error:  # transformers may raise anything for untrusted files
         message = (str(error).strip().splitlines() or [""])[0][:200]
         raise ReadError(
-            f"TG-IMAGE-014: {folder}: transformers makes no {name} of it ({message}). What the policy sees of a "
-            "picture is not known. Give a model folder with its preprocessor_config.json, and install "
+            f"TG-IMAGE-014: {folder}: transformers makes no {name} of it ({message}). Without it, the input "
+            "of the policy is unknown. Give a model folder with its preprocessor_config.json, and install "
             "'tracegrad[images]'."
         ) from error
 
@@ -325,8 +325,8 @@ class ImageRule:
         """
         if self.folder is None:
             raise ArgumentError(
-                "TG-IMAGE-015: it is not known which image processor makes these pictures ready. The tower takes what "
-                "it makes. Pass sequences.with_image_processor(folder)."
+                "TG-IMAGE-015: the image processor of these images is unknown. The vision encoder needs "
+                "its output. Pass sequences.with_image_processor(folder)."
             )
         return _processor(self.folder)
 
@@ -375,9 +375,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         contents = read_json(path)
     except (OSError, ValueError) as error:
-        raise ReadError(
-            f"TG-IMAGE-016: {path}: {error}. How the model writes pictures is not known without it."
-        ) from error
+        raise ReadError(f"TG-IMAGE-016: {path}: {error}. Without it, the ids of an image are unknown.") from error
     if not isinstance(contents, dict):
-        raise ReadError(f"TG-IMAGE-017: {path}: no JSON object. How the model writes pictures is not known without it.")
+        raise ReadError(f"TG-IMAGE-017: {path}: not a JSON object. Without it, the ids of an image are unknown.")
     return contents

@@ -101,7 +101,7 @@ class ImageSpans:
             return None
         if len({images.rule.digest for images in present}) > 1:
             raise ArgumentError(
-                "TG-IMAGE-019: pictures are written in unlike ways in what is joined: other ids, or other options of "
+                "TG-IMAGE-019: the joined parts have images with different ids, or different options of "
                 "the image processor. Their lengths would be of two models. Align all of it with the same model."
             )
         pictures, rows = merge([images.pictures for images in present])
@@ -129,7 +129,7 @@ class ImageSpans:
         starts = offsets(self.features)
         if first + int(starts[-1]) > MOST_KEYS:
             raise ArgumentError(
-                f"TG-IMAGE-020: the images of these traces have {int(starts[-1]):,} features together. Each needs a "
+                f"TG-IMAGE-020: the images of the traces have {int(starts[-1]):,} features together. Each needs a "
                 "number in addition to the ids of the model, and there are 2^31. Train on parts of the data."
             )
         keys = ids.copy()

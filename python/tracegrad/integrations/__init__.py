@@ -1,6 +1,7 @@
 """Use tracegrad inside other trainers. Each module imports its trainer on use.
 
-docs/how-to/other-trainers.md describes the modules and lists the tested versions of the trainers.
+docs/how-to/other-trainers.md names the page of each module. docs/reference/integrations.md lists the tested versions of
+the trainers.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """Train with TRL's GRPOTrainer and a tracegrad objective, on recorded traces or on TRL's own generations.
 
 Tested with trl 1.16.0. The mixin `FromTraces` is for recorded traces: a row is a trace, and each optimizer step is
-corrected as one unit. The mixin `WithObjective` is for TRL's own generation. docs/how-to/other-trainers.md describes
-both.
+corrected as one unit. The mixin `WithObjective` is for TRL's own generation. docs/how-to/trl.md and
+docs/how-to/trl-rollouts.md describe them.
 """
 
 import dataclasses

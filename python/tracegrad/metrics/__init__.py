@@ -29,6 +29,7 @@ from tracegrad.metrics.loggers import (
     reported_stages,
     step_metrics_text,
     unreliable_reason,
+    unreliable_sample_reason,
 )
 from tracegrad.metrics.off_policy import OFF_POLICY, OffPolicySums
 from tracegrad.metrics.training import (
@@ -79,4 +80,5 @@ __all__ = [
     "table",
     "tools",
     "unreliable_reason",
+    "unreliable_sample_reason",
 ]

@@ -270,7 +270,27 @@ def unreliable_reason(row: Row) -> str | None:
     """
     if off_policy_estimate(row) is not None:
         return None
-    traces, ess, clamped = (int(row.get(f"ope_{name}") or 0) for name in ("traces", "ess", "clamped"))
+    traces, clamped = (int(row.get(f"ope_{name}") or 0) for name in ("traces", "clamped"))
+    ess, fraction = (float(row.get(f"ope_{name}") or 0.0) for name in ("ess", "ess_fraction"))
+    ends = row.get("ope_low"), row.get("ope_high")
+    low, high = (math.nan if end is None else float(end) for end in ends)
+    return unreliable_sample_reason(traces, ess, fraction, clamped, low, high)
+
+
+def unreliable_sample_reason(
+    traces: int, ess: float, ess_fraction: float, clamped: int, low: float, high: float
+) -> str | None:
+    """Return why the interval of an off-policy estimate is not reliable, as a clause; None if it is reliable.
+
+    Args:
+        traces: number of held-out traces with a weight.
+        ess, ess_fraction: effective sample size in traces, and its share of `traces`.
+        clamped: number of traces with a clamped weight.
+        low, high: ends of the interval; NaN if the traces are of one group.
+
+    >>> unreliable_sample_reason(120, 90.0, 0.75, 2, 0.4, 0.5)
+    '2 of 120 held-out traces have a clamped weight: the policy is far from the recorded one'
+    """
     needed = max(MIN_ESS, math.ceil(MIN_ESS_FRACTION * traces - 1e-9))
     if not traces:
         return "no held-out trace has a reward and a recorded logprob for each of its trained tokens"
@@ -278,11 +298,13 @@ def unreliable_reason(row: Row) -> str | None:
         return f"only {traces} held-out traces have a reward and recorded logprobs, and at least {MIN_ESS:g} are needed"
     if clamped:
         return f"{clamped} of {traces} held-out traces have a clamped weight: the policy is far from the recorded one"
-    if (row.get("ope_ess") or 0.0) < MIN_ESS or (row.get("ope_ess_fraction") or 0.0) < MIN_ESS_FRACTION:
-        return f"the effective sample size is {ess} of {traces} held-out traces, and at least {needed:g} are needed"
-    if row.get("ope_low") is None:
+    if not (ess >= MIN_ESS and ess_fraction >= MIN_ESS_FRACTION):
+        return (
+            f"the effective sample size is {int(ess)} of {traces} held-out traces, and at least {needed:g} are needed"
+        )
+    if math.isnan(low):
         return "the held-out traces are of one group"
-    return "all held-out traces have the same reward"
+    return None if low < high else "all held-out traces have the same reward"
 
 
 STAGES = {

@@ -108,7 +108,8 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
 
     Raises:
         ArgumentError: if the batch shares prefixes and no mask is correct for the model, if the model is not causal, or
-            if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states.
+            if the model uses flex_attention on CUDA and flex_attention does not reproduce its hidden states. Also if
+            the batch is not on a device.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from tracegrad import Sequences, pack
@@ -119,6 +120,7 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
     >>> forward_plan(model, step.batches[0].to("cpu"))
     'stack'
     """
+    _check_tensors(batch)
     use_own_flex_attention(model)
     has_blocks = attention_of(model) in BLOCK_ATTENTION
     if has_blocks and not _unfit_reason(model, ForwardMode("flex", tree=True), batch):
@@ -136,6 +138,14 @@ def forward_plan(model: nn.Module, batch: Batch) -> Plan:
         return "alone" if _unfit_reason(model, ForwardMode("stack"), batch) else "stack"
     _check(model, "flex" if has_blocks else "mask", batch, tree=True)
     return "mask"
+
+
+def _check_tensors(batch: Batch) -> None:
+    if not isinstance(batch.ids, torch.Tensor):
+        raise ArgumentError(
+            f"TG-MODEL-026: the batch has arrays of {type(batch.ids).__module__}, and the model needs tensors on its "
+            "device. Pass batch.to(next(model.parameters()).device)."
+        )
 
 
 def _check(model: nn.Module, plan: Plan, batch: Batch, *, tree: bool) -> None:
@@ -190,7 +200,7 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
 
     Raises:
         ArgumentError: if the plan does not reproduce the model's own hidden states, if the ids of a row without images
-            include media placeholder ids, or if a plan is set for a row with images.
+            include media placeholder ids, if a plan is set for a row with images, or if the batch is not on a device.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from tracegrad import Sequences, pack
@@ -202,6 +212,7 @@ def hidden_states(model: nn.Module, batch: Batch, plan: Plan | None = None) -> T
     >>> hidden_states(model, step.batches[0].to("cpu")).shape
     torch.Size([3, 8])
     """
+    _check_tensors(batch)
     if batch.images is not None:
         if plan is not None:
             raise ArgumentError(

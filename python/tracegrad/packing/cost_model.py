@@ -135,7 +135,7 @@ def _required_size(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
         raise ArgumentError(
-            f"TG-PACK-006: {type(config).__name__} has no {name}, so the cost of a pass is not known. Pass "
+            f"TG-PACK-006: {type(config).__name__} has no {name}, so the cost of a pass cannot be computed. Pass "
             f"ModelShape(...) by hand."
         )
     return int(value)

@@ -33,7 +33,7 @@ def prefetch(batches: Iterable[Batch], device: Any, ahead: int = 1) -> Iterator[
     """
     if ahead < 0:
         raise ArgumentError(
-            f"TG-PACK-007: ahead is {ahead}. It is how many batches are moved before they are asked for."
+            f"TG-PACK-007: ahead is {ahead}. It is the number of batches that are moved before they are needed."
         )
     return _prefetch(batches, device, ahead)
 

@@ -5,7 +5,7 @@ docs/reference/trace-format.md specifies a prepared folder. This package does no
 """
 
 from tracegrad.prepare.output import write_json
-from tracegrad.prepare.part import MAX_SHARDS_PER_GROUP, SHARD_BYTES, Sources, shard, shards_of
+from tracegrad.prepare.part import MAX_SHARDS_PER_GROUP, SHARD_BYTES, Sources, names_of, shard, shards_of
 from tracegrad.prepare.run import PLAN, check_prepared, is_prepared, load, prepare
 from tracegrad.prepare.split import PART_BYTES, Part, split_inputs
 
@@ -19,6 +19,7 @@ __all__ = [
     "check_prepared",
     "is_prepared",
     "load",
+    "names_of",
     "prepare",
     "shard",
     "shards_of",

@@ -31,19 +31,29 @@ MAX_SHARDS_PER_GROUP = 4
 Sources = str | Sequence[str]
 
 
-def as_list(source: Sources) -> list[str]:
-    """Return the named inputs as a list."""
-    return [source] if isinstance(source, str) else list(source)
+def names_of(source: Any) -> list[str]:
+    """Return the named inputs as a list; empty for records, tables and data sets in memory.
+
+    >>> names_of("a.jsonl"), names_of([Path("a.jsonl"), "b.jsonl"]), names_of([{"messages": []}])
+    (['a.jsonl'], ['a.jsonl', 'b.jsonl'], [])
+    """
+    items = [source] if isinstance(source, (str, os.PathLike)) else source
+    is_named = isinstance(items, Sequence) and all(isinstance(item, (str, os.PathLike)) for item in items)
+    return [os.fspath(item) for item in items] if is_named else []
 
 
 def describe_inputs(named: list[str]) -> str:
-    """Return the named inputs as text for one line of output."""
+    """Return the named inputs as text for one line of output; <records> for records in memory."""
+    if not named:
+        return "<records>"
     return ", ".join(map(redact, named[:3])) + (f" and {len(named) - 3:,} more" if len(named) > 3 else "")
 
 
 def quarantine_prefix(named: list[str]) -> str:
     """Return the prefix for the names of files with bad records."""
-    return "stdin" if named == ["-"] else Path(redact(named[0]).split("?")[0].rstrip("/")).name
+    if not named or named == ["-"]:
+        return "stdin" if named else "records"
+    return Path(redact(named[0]).split("?")[0].rstrip("/")).name
 
 
 def shard(

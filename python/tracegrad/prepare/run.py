@@ -28,9 +28,9 @@ from tracegrad.prepare.part import (
     Record,
     Sources,
     align_traces,
-    as_list,
     describe_inputs,
     load_record,
+    names_of,
     prepare_part,
     quarantine_prefix,
     shards_in,
@@ -42,7 +42,7 @@ from tracegrad.storage import manifest, remote
 
 
 def load(
-    source: Sources,
+    source: Any,
     model: Path,
     data: Data,
     out: Path,
@@ -54,7 +54,8 @@ def load(
     """Read and align all inputs in memory, or load a folder that `prepare` wrote.
 
     Args:
-        source: one or several names that `tracegrad.read` accepts, or a folder of shards by its path or address.
+        source: as for `tracegrad.read`: one or several names, or records in memory; or a folder of shards by its path
+            or address.
         model: folder with tokenizer.json and chat template.
         data: options of reading and aligning.
         out: folder for quarantined records.
@@ -70,7 +71,7 @@ def load(
             data.on_error. Also for a folder that is incomplete or was changed.
         ArgumentError: for an option of aligning with a folder of shards.
     """
-    names = as_list(source)
+    names = names_of(source)
     account = IngestSummary(describe_inputs(names), names, reward=data.reward)
     if len(names) == 1 and is_prepared(names[0]):
         check_prepared(names[0], data, map or FieldMap())
@@ -84,7 +85,7 @@ def load(
         if data.on_error == "quarantine":
             open_output(str(out)).make()
             quarantine = out / quarantine_prefix(names)
-        traces = stream(names, map=map, on_error=data.on_error, quarantine=quarantine, progress=progress)
+        traces = stream(names or source, map=map, on_error=data.on_error, quarantine=quarantine, progress=progress)
         all_traces = Traces.concatenate(traces)
     with watch("align"):
         sequences = align_traces(all_traces, tokenizer, data)
@@ -92,7 +93,7 @@ def load(
             write(all_traces[sequences.alignment_report.left_out], out / "unaligned-00000.jsonl")
     account.add(sequences)
     account.read, account.mapping_lines = traces.read_report, traces.lines()
-    account.infer_fields(names, map or FieldMap())
+    account.infer_fields(names or source, map or FieldMap())
     account.probe(tokenizer)
     return sequences, account
 
@@ -162,7 +163,8 @@ def prepare(
     `group_names`; its index differs per shard.
 
     Args:
-        source, model, data, map, progress: as for `load`.
+        source: one or several names that `tracegrad.read` accepts.
+        model, data, map, progress: as for `load`.
         out: folder of the shards, by its path or its address. It is created if it does not exist.
         shard_traces: number of traces at which a shard ends with the current group. It also ends at `SHARD_BYTES` of
             records.
@@ -185,7 +187,7 @@ def prepare(
     for name, value in (("shard_traces", shard_traces), ("workers", workers), ("part_bytes", part_bytes)):
         _validation.integer(value, name, least=1)
     tokenizer = Tokenizer.from_pretrained(model)
-    names, field_map = as_list(source), map or FieldMap()
+    names, field_map = names_of(source), map or FieldMap()
     account = IngestSummary(describe_inputs(names), names, reward=data.reward)
     account.probe(tokenizer)
     plan = _plan(names, model, data, field_map, shard_traces, part_bytes)
@@ -336,7 +338,7 @@ def _check_plan(place: LocalOutput | RemoteOutput, plan: dict[str, Any]) -> None
         differing = [name for name in {**previous, **plan} if previous.get(name) != plan.get(name)]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ArgumentError(
-            f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of these shards "
+            f"TG-PREPARE-016: {place}/{PLAN}: does not contain the input and options of the shards "
             f"({str(error)[:80]!r}). They cannot be resumed. Give another out."
         ) from error
     if differing:

@@ -143,7 +143,7 @@ class IngestSummary:
         formats = {name: (count, sign) for name, (count, sign) in counts["read"]["formats"].items()}
         self.read = add_reports(self.read, ReadReport(**{**counts["read"], "formats": formats}))
 
-    def infer_fields(self, inputs: list[str], field_map: FieldMap) -> None:
+    def infer_fields(self, inputs: Any, field_map: FieldMap) -> None:
         """Search for likely fields if no trace has a reward, or if every group has one trace."""
         missing = ["reward"] * (not self.rewards) + ["group"] * (
             self.has_only_single_trace_groups and not field_map.group

@@ -109,7 +109,7 @@ class Recipe:
         """
         if self.unsupported:
             raise ArgumentError(
-                f"TG-RECIPE-011: {unsupported_message(self.unsupported)}. The objective alone is recipe.objective."
+                f"TG-RECIPE-011: {unsupported_message(self.unsupported)}. recipe.objective has the objective."
             )
         start, overrides, own_options = start or Config(), tuple(overrides), self.options
         chosen = config.load(path, overrides, start=_with_options(start, own_options))

@@ -55,8 +55,9 @@ def train(
 
     Args:
         model: folder of a causal language model with its tokenizer and chat template.
-        traces: one or several sources that `tracegrad.read` accepts; one or several folders that `tracegrad prepare`
-            wrote, of which only the next steps' traces are in memory; or `Sequences` or `PreparedDataset`.
+        traces: what `tracegrad.read` accepts, such as files, its own result, or a list of dicts; one or several folders
+            that `tracegrad prepare` wrote, of which only the next steps' traces are in memory; or `Sequences` or
+            `PreparedDataset`.
         out: run directory, created if missing; or an fsspec address (extra `cloud`).
         recipe: the method of a paper: a recipe of `tracegrad.recipes`, or its name.
         objective: only the loss, a value or a name of `tracegrad.objective.presets`; default the recipe's, else DAPO.
@@ -98,8 +99,7 @@ def train(
         elif isinstance(traces, PreparedDataset):
             data, account = traces, _summarize_shards(traces, config, watch)
         else:
-            source = os.fspath(traces) if isinstance(traces, os.PathLike) else traces
-            data, account = load_traces(source, model, config, run_dir.path, watch)
+            data, account = load_traces(traces, model, config, run_dir.path, watch)
         for line in account.lines() if is_first_rank() else ():
             log(line)
         return train_aligned(
@@ -134,16 +134,16 @@ def resumed_config(out: RunDirectory, resume: bool) -> Config | None:
 
 
 def load_traces(
-    source: prepare.Sources, model: Path, chosen: Config, out: Path, watch: Stopwatch
+    source: Any, model: Path, chosen: Config, out: Path, watch: Stopwatch
 ) -> tuple[Sequences | PreparedDataset, IngestSummary]:
-    """Read and align the sources, or open prepared folders; also return the ingest summary.
+    """Read and align sources that `tracegrad.read` accepts, or open prepared folders; also return the ingest summary.
 
     Only the first process writes quarantined records and shows progress.
 
     Raises:
         ArgumentError: if folders and files are mixed, or an alignment option is set for prepared folders.
     """
-    names = [source] if isinstance(source, str) else list(source)
+    names = prepare.names_of(source)
     folders = [name for name in names if prepare.is_prepared(name)]
     if folders and len(folders) < len(names):
         other = next(name for name in names if name not in folders)

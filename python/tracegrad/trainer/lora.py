@@ -261,7 +261,7 @@ def merge_adapters(checkpoint: str | Path, out: str | Path, base: str | Path | N
     adapted = LoraFolder.read(checkpoint, Path(base) if base is not None else None)
     if adapted is None:
         raise ArgumentError(
-            f"TG-TRAIN-045: {checkpoint}: the folder has no {CONFIG}, so there are no adapters to merge. "
+            f"TG-TRAIN-045: {checkpoint}: the folder has no {CONFIG}, so it contains no adapters. "
             "Pass a checkpoint of a run with train.lora_rank."
         )
     if out.exists():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.metrics import MIN_ESS, MIN_ESS_FRACTION
+from tracegrad.metrics import unreliable_sample_reason
 
 SUM_LIMIT = 20.0
 """Limit of a trace's summed log-ratio in nats. It is clamped to +- this before exp, and the trace is counted."""
@@ -65,11 +65,11 @@ class OffPolicyEstimate:
     def is_reliable(self) -> bool:
         """Whether the interval is reliable.
 
-        It is not if a weight was clamped, or if the effective sample size is below `MIN_ESS` or `MIN_ESS_FRACTION` of
-        the traces. If all rewards are equal or in one group, there is no interval.
+        It is not if a weight was clamped, or if the effective sample size is below `metrics.MIN_ESS` or
+        `metrics.MIN_ESS_FRACTION` of the traces. If all rewards are equal or in one group, there is no interval.
         """
-        enough = self.ess >= MIN_ESS and self.ess_fraction >= MIN_ESS_FRACTION
-        return enough and not self.clamped and self.low < self.high
+        sample = self.traces, self.ess, self.ess_fraction, self.clamped
+        return unreliable_sample_reason(*sample, self.low, self.high) is None
 
     def row(self) -> dict[str, float]:
         """Return the estimate by the names of its metrics."""

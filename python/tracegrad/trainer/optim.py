@@ -89,7 +89,7 @@ def _transformers_schedule(name: str, warmup: int, total: int | None, kwargs: st
         from transformers import get_scheduler
     except ImportError as error:
         raise ArgumentError(
-            f"TG-TRAIN-051: schedule.name {name} comes from transformers, which is not installed. "
+            f"TG-TRAIN-051: schedule.name {name} needs transformers, which is not installed. "
             "Run: pip install 'tracegrad[train]'."
         ) from error
     try:
@@ -145,7 +145,7 @@ def check_rates(path: Path, schedule: Schedule, steps: int | None, before: Any, 
             raise ArgumentError(
                 f"TG-TRAIN-055: {path}: the saved run was planned for {before!r:.20} optimizer steps, and this run for "
                 f"{total}. Under the schedule '{schedule.name}', step {step + 1} of {taken} would have had another "
-                f"learning rate. Use as many steps as before, or start anew with another out and model {path}."
+                f"learning rate. Use as many steps as before, or start again with another out and model {path}."
             )
 
 

@@ -441,10 +441,10 @@ def check_same(path: Path, progress: Progress, options: dict[str, Any], fingerpr
         if saved != value and not name.startswith(exempt):
             raise ArgumentError(
                 f"TG-TRAIN-066: {path}: {name} was {repr(saved)[:80]} and is now {value!r}. A resumed run must keep "
-                f"it. Set it back, or start anew with another out and model {path}."
+                f"it. Set it back, or start again with another out and model {path}."
             )
     if progress.fingerprint != fingerprint:
         raise ArgumentError(
             f"TG-TRAIN-067: {path}: the traces differ from the traces with which the run was started. "
-            f"Pass the same traces, or start anew with another out and model {path}."
+            f"Pass the same traces, or start again with another out and model {path}."
         )

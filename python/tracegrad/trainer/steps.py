@@ -426,7 +426,7 @@ class TrainingData:
         catalog = source.catalog
         if not catalog.traces:
             raise NothingToLearn(
-                "TG-TRAIN-075: there are no traces: no record contains a model call with an answer. "
+                "TG-TRAIN-075: the input has no traces: no record contains a model call with an answer. "
                 "Inspect the file with tracegrad doctor."
             )
         check_effective(config, objective)
@@ -643,7 +643,7 @@ def _nothing_to_learn(
     """Return the error that explains why all advantages are 0."""
     if held.any() and compute_advantages(rewards, source, used | held, config).any():
         return NothingToLearn(
-            "TG-TRAIN-078: every group with different rewards is held out for the off-policy estimate. There is "
+            "TG-TRAIN-078: every group with different rewards is reserved for the off-policy estimate. There is "
             "nothing to learn from the others. Set data.holdout 0, or pass more groups."
         )
     return NothingToLearn(

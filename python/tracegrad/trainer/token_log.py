@@ -127,7 +127,7 @@ class TokenLog:
         self.folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         if not any(self.folder.glob("tokens-*")):
             raise ArgumentError(
-                f"TG-TRAIN-080: {folder}: there is no {FOLDER}/tokens-*, so the run has no token log. Run it with "
+                f"TG-TRAIN-080: {folder}: no {FOLDER}/tokens-* exists, so the run has no token log. Run it with "
                 f"token_log.mode 'sampled'."
             )
         self._sequences = lru_cache(8)(lambda name: Sequences.load(self.folder / name))

@@ -188,7 +188,7 @@ class Trainer:
         if needs.ref and step.ref_logprobs is None:
             if self.reference is None and (self.config.train.ref_sync_steps or not has_adapters(self.model)):
                 raise ArgumentError(
-                    "TG-TRAIN-082: the step has no ref_logprobs, and there is no reference model to compute them: the "
+                    "TG-TRAIN-082: the step has no ref_logprobs, and no reference model can compute them: the "
                     "policy was the reference, and has been trained since. Pass reference=, or leave "
                     "keep_initial_reference True. With train.ref_sync_steps, compute them before the policy changes: "
                     "step.with_logprobs(ref=trainer.compute_logprobs(step))."

@@ -138,7 +138,7 @@ def _check_sampling(source: Dataset, measured: NDArray[np.int64], accepted: bool
             f"{subject}: with {flag}, their ratio is off by the kept mass S at each token. Records do not contain S."
         ]
     raise ArgumentError(
-        f"TG-TRAIN-091: {subject}: their tokens come from another distribution than the one that the trainer "
+        f"TG-TRAIN-091: {subject}: their tokens were sampled from another distribution than the one that the trainer "
         "computes. For an unchanged policy, the ratio of a token is the kept mass S with processed logprobs, and 1 "
         "instead of S with raw ones. To measure S, run tracegrad doctor --check-logprobs. Sample "
         f"without these options, train with {TEXT_TRAINS}, or accept the ratio with {flag}."

@@ -38,7 +38,7 @@ def page_of(session: Viewer, rows: Sequence[int]) -> str:
     """
     if not 0 < len(rows) <= MOST:
         raise ArgumentError(
-            f"TG-VIEW-002: {len(rows):,} traces are to be exported. One page holds 1 to {MOST:,}. "
+            f"TG-VIEW-002: {len(rows):,} traces are to be exported. One page can have 1 to {MOST:,}. "
             "Narrow them: --where, --search, --limit."
         )
     for row in rows:
@@ -143,7 +143,7 @@ def _holds(session: Viewer, columns: dict[str, Any], condition: str) -> Any:
         return _SIGNS[sign](column, np.float32(value))
     except ValueError as error:
         raise ArgumentError(
-            f"TG-VIEW-005: --where {condition}: {value!r} is no number. Nothing is chosen by it. Write "
+            f"TG-VIEW-005: --where {condition}: {value!r} is not a number, so it selects no trace. Write "
             f"reward<0.5, or tool:price."
         ) from error
 
@@ -151,7 +151,7 @@ def _holds(session: Viewer, columns: dict[str, Any], condition: str) -> Any:
 def _column(columns: dict[str, Any], name: str) -> Any:
     if name not in columns:
         raise ArgumentError(
-            f"TG-VIEW-006: there is no column {name!r}. Nothing can be chosen by it. They are {', '.join(NAMES)}."
+            f"TG-VIEW-006: column {name!r} does not exist, so it selects nothing. The columns are {', '.join(NAMES)}."
             f"{did_you_mean(name, columns)}"
         )
     return columns[name]

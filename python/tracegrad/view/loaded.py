@@ -177,7 +177,7 @@ class Viewer:
     def _check_row(self, n: int) -> None:
         if not 0 <= n < self.rows:
             raise ArgumentError(
-                f"TG-VIEW-008: there is no row {str(n)[:20]}; the index has {self.rows}. Look for it by its id."
+                f"TG-VIEW-008: row {str(n)[:20]} does not exist: the index has {self.rows} rows. Search for its id."
             )
 
     @property

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
 from tracegrad.errors import TracegradError
-from tracegrad.report.charts import as_number, curves, overlay_curves
+from tracegrad.report.charts import Rows, as_number, curves, is_online_step, overlay_curves
+from tracegrad.report.outcome import measured_outcomes, success_outcome
 from tracegrad.report.page import STOP_REASONS
 from tracegrad.storage.run_dir import read_status
 from tracegrad.view import detail
@@ -108,7 +109,8 @@ def _names(runs: Sequence[Path]) -> dict[str, Path]:
 def _line(name: str, run: Path, options: Mapping[str, Any], is_selected: bool) -> str:
     rows, summary = _rows(run), _json(run / "summary.json")
     last = rows[-1] if rows else {}
-    rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), (int, float))]
+    # Recorded rewards follow the order of the data: a change from step to step is no progress.
+    rewards = [row["reward"] for row in rows if is_online_step(row) and as_number(row.get("reward")) is not None]
     cells = [
         state_of(run),
         recipe_of(options),
@@ -152,33 +154,25 @@ def _recipe_options() -> dict[str, dict[str, Any]]:
     return {name: values for name, values in options.items() if len(values) > 1}
 
 
-def _outcome(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> str:
-    """Return the success before and after, or the last evaluation or off-policy estimate, with intervals."""
-    successes: list[Any] = [summary.get("before"), summary.get("after")]
-    if all(isinstance(success, Mapping) and _is_share(success) for success in successes):
-        spans = [
-            f"{percent(success['success'])} [{' to '.join(percent(end) for end in success['ci95'])}]"
-            for success in successes
-        ]
-        return f"success {' → '.join(spans)}"
-    for key in ("eval_reward", "ope"):
-        low, high = ("eval_low", "eval_high") if key == "eval_reward" else ("ope_low", "ope_high")
-        last = next((row for row in reversed(rows) if isinstance(row.get(key), (int, float))), None)
-        if last is not None and key == "ope" and metrics.off_policy_estimate(last) is None:
-            return "off-policy estimate unreliable"
-        if last is not None:
-            span = f" [{number(last[low])}, {number(last[high])}]" if _has_numbers(last, low, high) else ""
-            return f"{key.replace('_', ' ')} {number(last[key])}{span}"
-    return ""
+def _outcome(rows: Rows, summary: Mapping[str, Any]) -> str:
+    """Return the first outcome of report.html in short: its values with 95 % intervals, or that it is unknown."""
+    before, after = summary.get("before"), summary.get("after")
+    if _is_success(before) and _is_success(after):
+        outcome = success_outcome(before, after)
+    elif rows:
+        outcome = measured_outcomes(rows, groups=0)[0]  # the number of groups is only in the sentences
+    else:
+        return ""
+    values = ", ".join(f"{bar.name} {bar.text}" for bar in outcome.bars)
+    return f"{outcome.name}: {values or 'unknown'}"
 
 
-def _is_share(estimate: Mapping[str, Any]) -> bool:
-    ends = estimate.get("ci95")
-    return isinstance(ends, list) and len(ends) == 2 and None not in map(as_number, (estimate.get("success"), *ends))
-
-
-def _has_numbers(row: Mapping[str, Any], *names: str) -> bool:
-    return all(isinstance(row.get(name), (int, float)) for name in names)
+def _is_success(rate: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a value of a summary is a measured success rate as `success_outcome` reads it."""
+    ends = rate.get("ci95") if isinstance(rate, Mapping) else None
+    if not isinstance(ends, list) or len(ends) != 2:
+        return False
+    return None not in map(as_number, (rate.get("success"), rate.get("n"), *ends))
 
 
 def _differences(configs: Mapping[str, Mapping[str, Any]], selected: Sequence[str]) -> str:
@@ -264,7 +258,7 @@ def _doctor_command(run: Path) -> str:
     traces, model = (
         (provenance.get("traces"), provenance.get("model")) if isinstance(provenance, dict) else (None, None)
     )
-    if not isinstance(traces, list) or not isinstance(model, dict):
+    if not isinstance(traces, list) or not traces or not isinstance(model, dict):  # no traces: records in memory
         return ""
     paths = [str(entry.get("path")) for entry in traces[:20] if isinstance(entry, dict)]
     command = shlex.join(["tracegrad", "doctor", *paths, "--model", str(model.get("path")), "--json"])

@@ -65,7 +65,7 @@ def _matcher(query: str, regex: bool) -> tuple[Callable[[str], Any], list[str]]:
             return compiled.search, _grams(literals(query))
     except (re.error, RecursionError, OverflowError, ValueError, MemoryError) as error:
         raise ArgumentError(
-            f"TG-VIEW-011: {query[:80]!r}: {error}. It is no regular expression of Python. Correct it."
+            f"TG-VIEW-011: {query[:80]!r}: {error}. It is not a regular expression of Python. Correct it."
         ) from error
 
 

@@ -85,9 +85,7 @@ class Searcher:
             raise
         if not ready_line:
             await self.close()
-            raise TracegradError(
-                "TG-VIEW-013: what searches has not begun. Nothing can be looked for. Look at what it printed."
-            )
+            raise TracegradError("TG-VIEW-013: the search process has not started. Read its output.")
         return self._process
 
 

@@ -54,7 +54,7 @@ pub fn catch_panic<T>(kind: Kind, what: &str, work: impl FnOnce() -> Result<T>) 
             "TG-CORE-001",
             format!("{what} met a fault in the code that runs it: {message_and_place}"),
         )
-        .why("A fault there says nothing about your data, and this call has no result")
+        .why("This is a bug of tracegrad and not a problem of your data. The call has no result")
         .fix("Report it with what was given, so that it is refused with a reason"))
     })
 }

@@ -120,7 +120,7 @@ impl FileRange {
             Err(error) => format!("its file cannot be read again: {error}"),
         };
         Err(Error::new(Kind::Io, "TG-CORE-002", format!("the record is not there any more: {problem}"))
-            .why("The bytes of records are left in an uncompressed file, and read again when they are asked for")
+            .why("The bytes of records stay in an uncompressed file, and are read again when they are needed")
             .fix("Read the file again, and let it be while its traces are in use, or read it compressed, as it is then kept"))
     }
 }

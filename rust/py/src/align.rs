@@ -190,7 +190,10 @@ impl PyConversation {
         let messages = read(py, "messages", messages)?;
         without_gil(py, Kind::Fault, "the conversation", || match messages {
             Value::Array(messages) => self.held()?.append(messages),
-            _ => Err(Error::new(Kind::Argument, "TG-BORDER-002", "messages is no list").fix("Pass a list of messages")),
+            _ => {
+                Err(Error::new(Kind::Argument, "TG-BORDER-002", "messages is not a list")
+                    .fix("Pass a list of messages"))
+            }
         })
     }
 
@@ -246,9 +249,9 @@ struct Fork {
 impl PyConversation {
     fn held(&self) -> Result<MutexGuard<'_, Conversation>> {
         self.0.lock().map_err(|_| {
-            Error::new(Kind::Fault, "TG-BORDER-003", "a call of this conversation failed in its midst")
-                .why("What it holds may be incomplete")
-                .fix("Make it anew from its messages and ids")
+            Error::new(Kind::Fault, "TG-BORDER-003", "a call of this conversation failed before its end")
+                .why("The conversation may be incomplete")
+                .fix("Make it again from its messages and ids")
         })
     }
 }

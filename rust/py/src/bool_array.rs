@@ -24,9 +24,9 @@ impl<'py> FromPyObject<'_, 'py> for Flags<'py> {
         if bits <= 1 {
             return Ok(Self(flags));
         }
-        let error = Error::new(Kind::Argument, "TG-BORDER-004", "an array of bool holds bytes other than 0 and 1")
-            .why("It was made from other bytes, by a view or from a file that was changed, and says neither true nor false")
-            .fix("Make it anew: array.view('u1') != 0");
+        let error = Error::new(Kind::Argument, "TG-BORDER-004", "an array of bool has bytes other than 0 and 1")
+            .why("It was made from other bytes, by a view or from a changed file")
+            .fix("Make it again: array.view('u1') != 0");
         Err(to_python(object.py(), &error))
     }
 }

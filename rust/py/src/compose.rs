@@ -35,7 +35,7 @@ fn numbers(piece: &Bound<'_, PyAny>, depth: usize, json: &mut Vec<u8>) -> PyResu
             "TG-BORDER-005",
             format!("a list of numbers is nested deeper than {DEPTH} levels"),
         )
-        .why("Numbers of tokens are lists, or lists of lists; this one may hold itself")
+        .why("Numbers of tokens are lists, or lists of lists; this one may contain itself")
         .fix("Give one list with an entry per token");
         return Err(to_python(piece.py(), &error));
     }
@@ -91,8 +91,8 @@ fn items(list: &Bound<'_, PyList>, depth: usize, json: &mut Vec<u8>) -> PyResult
 /// Creates the error for a value that is not a number.
 fn no_number(item: &Bound<'_, PyAny>) -> PyErr {
     let name = item.get_type().name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-    let error = Error::new(Kind::Argument, "TG-BORDER-006", format!("a {name} that is no number of 64 bits"))
-        .why("A list of numbers of a record is made of it")
+    let error = Error::new(Kind::Argument, "TG-BORDER-006", format!("a {name} that is not a number of 64 bits"))
+        .why("It is needed for a list of numbers of a record")
         .fix("Give integers below 2^63, floats, or None where a number is not known");
     to_python(item.py(), &error)
 }
@@ -131,7 +131,7 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
         "TG-BORDER-007",
         format!("an array of {} with {} dimensions", array.dtype(), array.ndim()),
     )
-    .why("A list of numbers of a record is made of it")
+    .why("It is needed for a list of numbers of a record")
     .fix("Give one dimension of integers or of float32 or float64");
     Err(to_python(array.py(), &error))
 }

@@ -15,7 +15,7 @@ fn too_long_named(name: &str) -> Result<TooLong, Error> {
         "drop" => Ok(TooLong::Drop),
         "truncate" => Ok(TooLong::Truncate),
         _ => Err(Error::new(Kind::Argument, "TG-BORDER-011", format!("too_long is '{name}'"))
-            .why("It says what is done with a trace that does not fit a row")
+            .why("It decides how a trace that does not fit a row is treated")
             .fix("Pass 'error', 'drop' or 'truncate'")),
     }
 }

@@ -233,8 +233,8 @@ pub fn signed(ids: Vec<u32>) -> Vec<i32> {
 /// Converts an id to the type of the core.
 pub fn unsigned(index: usize, id: i64) -> Result<u32> {
     u32::try_from(id).map_err(|_| {
-        let mut error = Error::new(Kind::Argument, "TG-BORDER-017", format!("id {id} is no token id"))
-            .why("Ids lie between 0 and the size of the vocabulary")
+        let mut error = Error::new(Kind::Argument, "TG-BORDER-017", format!("id {id} is not a token id"))
+            .why("Ids are between 0 and the size of the vocabulary")
             .fix("Cut padding such as -100 off before decoding");
         error.location.token = Some(index);
         error

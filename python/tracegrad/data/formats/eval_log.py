@@ -54,7 +54,7 @@ class _File(io.BufferedReader):
             if min(available if size is None or size < 0 else size, available) > MOST_DIRECTORY:
                 raise ReadError(
                     f"TG-DATA-015: {self.name}: its list of members has more than {MOST_DIRECTORY:,} bytes. It would "
-                    "be held whole. Write the samples as JSONL, or as several logs."
+                    "be in memory completely. Write the samples as JSONL, or as several logs."
                 )
         return super().read(size)
 
@@ -65,8 +65,8 @@ def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
     sample_names = [name for name in by_name if name.startswith("samples/")]
     if not sample_names and any(name in by_name for name in _STARTED):
         raise ReadError(
-            f"TG-DATA-016: {path}: there is no record in it: it is a log of inspect-ai whose run was cut off before "
-            "its first sample was written. There are no traces to read. Run it again, or name the other logs."
+            f"TG-DATA-016: {path}: there is no record in it. It is a log of inspect-ai whose run ended before "
+            "its first sample was written. Run it again, or name the other logs."
         )
     if not sample_names:
         raise ReadError(
@@ -86,7 +86,7 @@ def _members(log: zipfile.ZipFile, path: str) -> list[zipfile.ZipInfo]:
 def _unpack(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
     if member.file_size > MOST_BYTES:
         raise ReadError(
-            f"TG-DATA-019: {path}: {member.filename} has {member.file_size:,} bytes. A sample would be held whole. "
+            f"TG-DATA-019: {path}: {member.filename} has {member.file_size:,} bytes. A sample would be in memory. "
             "Convert the log with inspect log dump, and split it."
         )
     try:
@@ -100,9 +100,7 @@ def _unpack(log: zipfile.ZipFile, member: zipfile.ZipInfo, path: str) -> bytes:
             "does not unpack. inspect log convert --to json writes it otherwise."
         ) from None
     if len(content) > MOST_BYTES:
-        raise ReadError(
-            f"TG-DATA-021: {path}: {member.filename} is longer than it says. It cannot be trusted. Copy the log again."
-        )
+        raise ReadError(f"TG-DATA-021: {path}: {member.filename} is longer than its header states. Copy the log again.")
     return content
 
 

@@ -69,7 +69,7 @@ class ChunkJoiner:
             raise FormatError(
                 f"TG-DATA-022: {format_location('line', line)}: a stream of more than {MOST_CHUNKS:,} chunks. "
                 f"It would have to "
-                "be held whole. Split it."
+                "be in memory completely. Split it."
             )
         self._chunks.append(chunk)
 

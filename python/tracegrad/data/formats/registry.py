@@ -267,8 +267,8 @@ def refuse_table(line: bytes, name: str) -> None:
         if len(cells) > 1 and all(cell.strip(' "').replace("_", "").isalnum() for cell in cells):
             conversion = f"pd.read_{reader}({name!r}).to_json('traces.jsonl', orient='records', lines=True)"
             raise ReadError(
-                f"TG-DATA-023: {name}:1: it begins like a table of separated text: {head[:60]!r}. Rows of text hold no "
-                "messages and no lists of logprobs, so they are not read. Convert it, and look at what came of it: "
+                f"TG-DATA-023: {name}:1: it looks like a table of separated text: {head[:60]!r}. Rows of text have no "
+                "messages and no lists of logprobs, so they are not read. Convert it, and inspect the result: "
                 "python -c "
                 f'"import pandas as pd; {conversion}"'
             )

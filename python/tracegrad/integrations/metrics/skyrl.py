@@ -64,7 +64,7 @@ def as_skyrl(
     if log.shape != (rows.groups.terms,) or not np.isfinite(log).all():
         raise ArgumentError(
             f"TG-INTEG-008: the log-ratios are {log.shape}, the rows have {rows.groups.terms} trained tokens, and "
-            "all must be finite: SkyRL's metrics of a missing logprob are NaN or those of -9999. Leave them out."
+            "all must be finite: SkyRL's metrics of a missing logprob are NaN or computed from -9999. Leave them out."
         )
     ratio = _exp(log)
     counts = {"positions": rows.positions, "rows": rows.count}

@@ -82,8 +82,8 @@ def as_trl_loss(
     check_choice("loss_type", loss_type, LOSSES)
     if (ratio is not None and clipped is not None) or ((ratio is None and clipped is None) != (advantages is None)):
         raise ArgumentError(
-            "TG-INTEG-009: the clipped share needs advantages, and either ratio or clipped. Whose share it is would "
-            "not be known. Pass ratio=loss.per_term.ratio with advantages, or neither."
+            "TG-INTEG-009: the clipped share needs advantages, and either ratio or clipped. Otherwise the share "
+            "is not defined. Pass ratio=loss.per_term.ratio with advantages, or neither."
         )
     totals: dict[str, float] = {}
     sums, tables = Sums.of(), []
@@ -145,8 +145,8 @@ def as_trl_rewards(
     table = np.asarray(rewards, np.float64)
     if table.ndim != 2 or table.shape[1] != len(names):
         raise ArgumentError(
-            f"TG-INTEG-010: rewards are {table.shape} and there are {len(names)} names. Which column is which reward "
-            "is not known. Pass rewards [R, K] and K names."
+            f"TG-INTEG-010: rewards are {table.shape} and there are {len(names)} names. The reward of each column "
+            "is ambiguous. Pass rewards [R, K] and K names."
         )
     weight = np.ones(len(names)) if weights is None else np.asarray(weights, np.float64)
     reward = np.where(np.isnan(table).all(1), np.nan, np.nansum(table * weight, 1))

@@ -111,9 +111,9 @@ impl Conversation {
             return Err(Error::new(
                 Kind::Argument,
                 "TG-ALIGN-502",
-                "the message of what was sampled is not an assistant's",
+                "the message of a sampled turn is not an assistant's",
             )
-            .why("The template would show it elsewhere")
+            .why("The template would show it in another position")
             .fix(r#"Pass {"role": "assistant", ...}"#)
             .in_turn(self.turns));
         }
@@ -212,21 +212,21 @@ impl Conversation {
 /// Checks that a conversation can contain the message.
 fn checked(index: usize, message: &Value) -> Result<()> {
     if !message.is_object() {
-        return Err(Error::new(Kind::Argument, "TG-ALIGN-503", format!("message {index} is no object"))
+        return Err(Error::new(Kind::Argument, "TG-ALIGN-503", format!("message {index} is not an object"))
             .why("Templates read its role and content")
             .fix(r#"Pass {"role": ..., "content": ...}"#));
     }
     if message.get("role").and_then(Value::as_str).is_none() {
         return Err(Error::new(Kind::Argument, "TG-ALIGN-504", format!("message {index} has no role"))
-            .why("Who said it is not known")
+            .why("Its author is unknown")
             .fix(r#"Pass {"role": ..., "content": ...}"#));
     }
     match media_part_type(message) {
         None => Ok(()),
         Some(kind) => {
             let kind: String = kind.chars().take(40).collect();
-            Err(Error::new(Kind::Argument, "TG-ALIGN-505", format!("message {index} holds a part of kind {kind:?}"))
-                .why("Ids do not say what it shows")
+            Err(Error::new(Kind::Argument, "TG-ALIGN-505", format!("message {index} has a part of kind {kind:?}"))
+                .why("Ids do not contain its content")
                 .fix("Pass text alone"))
         }
     }

@@ -23,9 +23,9 @@ pub(super) fn server_of(response: &Outline<'_>, format_name: Option<&str>) -> De
             Err(reject(
                 Reason::UnknownForm,
                 "TG-FORMAT-017",
-                format!("not the response of {name}, which is known because {sign}"),
+                format!("not the response of {name}, which is recognised because {sign}"),
             )
-            .why("A record of another form would be read as something it is not")
+            .why("A record of another form would be misread")
             .fix("Read it with format=\"auto\", or name its own form"))
         }
         server => Ok(server),
@@ -133,6 +133,6 @@ fn producer_of_form(form: &str) -> Option<Producer> {
 fn unknown_response(response: &Outline<'_>) -> Rejection {
     let keys: Vec<&str> = response.keys().collect();
     reject(Reason::UnknownForm, "TG-FORMAT-018", format!("a response with the keys {}", keys.join(", ")))
-        .why("No known server answers so, and what the policy sampled cannot be read from it")
+        .why("No supported server returns these keys, and the sampled tokens cannot be read from them")
         .fix("See docs/reference/trace-format.md for the servers whose responses are read")
 }

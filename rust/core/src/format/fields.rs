@@ -236,7 +236,7 @@ pub fn is_partial(fields: &Fields) -> Decoded<bool> {
         None | Some("api") => Ok(false),
         Some("unknown") => Ok(true),
         Some(other) => Err(reject(Reason::WrongType, "TG-FORMAT-026", format!("`sampling_defaults` is \"{other}\""))
-            .why("It says how what a request leaves out is read")
+            .why("It selects the values of options that a request leaves out")
             .fix("Write api for a request as it was sent, unknown for one of which parts are missing")),
     }
 }

@@ -146,7 +146,7 @@ fn decode_shaped(
     if let Some(name) = format_name.filter(|name| *name != form.name) {
         let what = format!("the form is {} because {}, not {name}", form.name, form.reason);
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-041", what)
-            .why("A record of another form would be read as something it is not")
+            .why("A record of another form would be misread")
             .fix("Read it with format=\"auto\", or name its own form"));
     }
     let body = match form {
@@ -176,7 +176,7 @@ fn detect(object: &Object, record: &[u8]) -> Decoded<Form> {
     }
     if object.has("messages") && object.has_object("response") && !object.has("request") {
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-042", "the record has both `messages` and `response`")
-            .why("Whether the response is among the messages cannot be known")
+            .why("It is ambiguous whether the response is among the messages")
             .fix("Put the messages under `request`: {\"request\": {\"messages\": ...}, \"response\": ...}"));
     }
     if object.has("messages") {

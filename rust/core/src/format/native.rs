@@ -19,7 +19,7 @@ pub(super) fn decode(record: &mut Object, sampling: &Sampling) -> Decoded<Body> 
     let mut body = Body::default();
     let nodes = record.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-045", "no `messages`")
-            .why("A trace is the messages and what was sampled among them")
+            .why("A trace consists of messages, some of them sampled")
             .fix("Write the messages as a list under `messages`")
     })?;
     let mut placings = append(&mut body, nodes, sampling, "messages")?;
@@ -49,7 +49,7 @@ fn place(body: &mut Body, turn: usize, placing: &Fields, main: u32) -> Decoded<(
                 "TG-FORMAT-046",
                 "a generation in `extra_messages` names no `context`",
             )
-            .why("What it was sampled after is not known")
+            .why("Its prompt is unknown")
             .fix("Give the indices of the messages it saw, counted through messages and then extra_messages"));
         }
         Some(other) => return Err(bad_context(&other.to_string())),
@@ -82,7 +82,7 @@ fn in_call_order(generations: Vec<Generation>, placings: &Placings) -> Decoded<V
     }
     if let Some(turn) = numbers.iter().position(Option::is_none) {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-048", "a generation names no `call`, but others do")
-            .why("The order of the calls is not known")
+            .why("The order of the calls is unknown")
             .fix("Number all generations of the record, or none")
             .in_turn(turn));
     }

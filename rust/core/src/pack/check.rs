@@ -28,6 +28,6 @@ pub(super) fn check_budget(tokens_per_row: usize) -> Result<()> {
         return Ok(());
     }
     Err(Error::new(Kind::Argument, "TG-PACK-507", format!("tokens_per_row is {tokens_per_row}"))
-        .why("A row holds at least one token and is indexed by 32-bit integers")
+        .why("A row has at least one token and is indexed by 32-bit integers")
         .fix("Pass a budget between 1 and 2147483647"))
 }

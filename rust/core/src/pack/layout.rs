@@ -68,13 +68,13 @@ fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
         return Err(Error::new(
             Kind::Argument,
             "TG-PACK-508",
-            format!("a branch lies in a step beyond the {}", plan.rows.len()),
+            format!("a branch is in a step beyond the {}", plan.rows.len()),
         ));
     }
     let starts_with_term = |n: usize| tokens.trainable.get(tokens.cu_seqlens[n] as usize) == Some(&true);
     if let Some(n) = (0..count).find(|&n| plan.step[n] >= 0 && plan.length[n] > 0 && starts_with_term(n)) {
         return Err(Error::new(Kind::Argument, "TG-PACK-509", format!("the first token of branch {n} is trainable"))
-            .why("Nothing stands before it, so no hidden state predicts it"));
+            .why("No token precedes it, so no hidden state predicts it"));
     }
     if multiple == 0 {
         return Err(Error::new(Kind::Argument, "TG-PACK-510", "pad_to_multiple_of is 0").fix("Pass 1 for no padding"));
@@ -138,7 +138,7 @@ fn branches_by_row(cu_rows: &[i64], plan: Plan<'_>) -> Result<Vec<Vec<u32>>> {
             return Err(Error::new(
                 Kind::Argument,
                 "TG-PACK-511",
-                format!("branch {n} lies in row {row} of step {step}, which has {}", end - first),
+                format!("branch {n} is in row {row} of step {step}, which has {}", end - first),
             ));
         }
         by_row[place as usize].push(n as u32);

@@ -120,7 +120,7 @@ fn check(branches: Branches<'_>, tokens_per_row: usize, whole: RowUnit, too_long
             "TG-PACK-512",
             "cu_seqlens does not rise from 0 to the number of tokens",
         )
-        .why("It says where each branch begins and ends"));
+        .why("It contains the start and end of each branch"));
     }
     if cu.windows(2).any(|w| i32::try_from(w[1] - w[0]).is_err()) {
         return Err(Error::new(Kind::Argument, "TG-PACK-513", "a branch has more than 2147483647 tokens"));
@@ -128,15 +128,15 @@ fn check(branches: Branches<'_>, tokens_per_row: usize, whole: RowUnit, too_long
     let first = branches.trace.first().copied().unwrap_or(0);
     if first != 0 || branches.trace.windows(2).any(|w| w[1] != w[0] && w[1] != w[0] + 1) {
         return Err(Error::new(Kind::Argument, "TG-PACK-514", "trace does not count up from 0 without gaps")
-            .why("Branches of a trace stand side by side"));
+            .why("Branches of a trace must be adjacent"));
     }
     if whole != RowUnit::Branch && too_long == TooLong::Truncate {
         return Err(Error::new(
             Kind::Argument,
             "TG-PACK-515",
-            "too_long is 'truncate' with an objective that takes whole traces",
+            "too_long is 'truncate' with an objective that needs complete traces",
         )
-        .why("A ratio of the whole trace is not defined on part of it")
+        .why("A ratio of a complete trace is not defined on part of it")
         .fix("Pass too_long='drop' or 'error'"));
     }
     Ok(())
@@ -154,7 +154,7 @@ fn extent(branches: Branches<'_>, branch: usize, limit: usize) -> Result<(usize,
             format!("the first token of branch {branch} is trainable"),
         )
         .at(&named(branches, trace))
-        .why("Nothing stands before it, so no hidden state predicts it")
+        .why("No token precedes it, so no hidden state predicts it")
         .fix("Mark it as not trainable, or begin the branch with the token that preceded it"));
     }
     let length = tokens.iter().rposition(|&term| term).map_or(0, |last| last + 1);
@@ -253,7 +253,7 @@ mod tests {
             measure(branches(&CU, &TRACE, &TRAINABLE), budget, whole, too_long).unwrap_err().to_string()
         };
         let text = error_of(9, RowUnit::Trace, TooLong::Truncate);
-        assert!(text.contains("whole traces"), "{text}");
+        assert!(text.contains("complete traces"), "{text}");
         let text = error_of(6, RowUnit::Tree, TooLong::Error);
         assert!(text.contains("shared prefixes counted once, have 7 tokens"), "{text}");
     }

@@ -64,7 +64,7 @@ impl Frames {
         let fail = |error: &_| unreadable(&name, error);
         // Opening a pipe without a writer would block.
         if !metadata(path).map_err(|error| fail(&error))?.is_file() {
-            return Err(Error::new(Kind::Io, "TG-READ-001", "it is no file")
+            return Err(Error::new(Kind::Io, "TG-READ-001", "it is not a file")
                 .why("Groups are read from files that only grow")
                 .fix("Take it out of the folder")
                 .at(&in_file(&name)));

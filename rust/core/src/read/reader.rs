@@ -233,7 +233,7 @@ impl Reader {
         }
         let problem = if self.splitter.saw_bytes() { "there is no record in it" } else { "it is empty" };
         Err(Error::new(Kind::Io, "TG-READ-005", problem)
-            .why("There are no traces to read")
+            .why("No traces can be read")
             .fix("Check the path, and that whatever wrote it has finished")
             .at(&in_file(&self.file)))
     }
@@ -466,7 +466,7 @@ fn decode_one(bytes: &[u8], raw: Raw, place: &Location, format: Option<&str>) ->
 
 fn too_long(limit: usize) -> Rejection {
     reject(Reason::TooLong, "TG-READ-007", format!("a record of more than {limit} bytes"))
-        .why("It would have to be held in memory several times over")
+        .why("It would be in memory several times")
         .fix("Split it, or raise max_record_bytes")
 }
 

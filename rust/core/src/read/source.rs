@@ -159,7 +159,7 @@ fn record_limit(window_log: u32, limit: usize) -> Result<usize> {
     }
     limit.checked_sub(window - common).filter(|_| window_log <= MOST_WINDOW_LOG).ok_or_else(|| {
         Error::new(Kind::Io, "TG-READ-010", format!("zstd needs a window of 2^{window_log} bytes for it"))
-            .why(format!("It would be held in memory, which is bounded by max_record_bytes, {limit}"))
+            .why(format!("It would be in memory, which is limited by max_record_bytes, {limit}"))
             .fix("Raise max_record_bytes to as much, or decompress it first: zstd -dc --long=31")
     })
 }
@@ -194,7 +194,7 @@ pub(super) fn unreadable(name: &str, error: &io::Error) -> Error {
         _ => "Check the disk, then try again",
     };
     Error::new(Kind::Io, "TG-READ-011", format!("cannot be read: {error}"))
-        .why("There are no traces without it")
+        .why("No traces can be read without it")
         .fix(cure)
         .at(&in_file(name))
 }

@@ -277,7 +277,7 @@ impl Splitter {
             if closed { "text after the end of the JSON array" } else { "a JSON array with a misplaced comma" };
         self.blocked().then(|| {
             reject(Reason::NotJson, "TG-READ-012", format!("not JSON: {problem}"))
-                .why("Where the next record begins cannot be known")
+                .why("The start of the next record is unknown")
                 .fix("Write one array, or one record a line")
         })
     }
@@ -373,7 +373,7 @@ impl Splitter {
         let unclosed = matches!(self.layout, Layout::Array { closed: false, .. });
         if unclosed && !self.overlong {
             let problem = reject(Reason::Stream, "TG-READ-014", "the JSON array is not closed")
-                .why("The file was cut; the records before this one were read")
+                .why("The file is incomplete; the records before this one were read")
                 .fix("Copy the file again, or write one record a line");
             let broken = self.broken(problem);
             self.layout = Layout::Lines;

@@ -146,7 +146,7 @@ fn unwritable(path: &Path, error: &io::Error) -> Error {
         _ => "Check the disk, then try again",
     };
     Error::new(Kind::Io, "TG-READ-015", format!("cannot be written: {error}"))
-        .why("No half file is left; what was there before is untouched")
+        .why("No partial file is left, and the previous file is unchanged")
         .fix(cure)
         .at(&in_file(&path.to_string_lossy()))
 }

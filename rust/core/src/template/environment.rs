@@ -137,7 +137,7 @@ pub(super) fn failure(error: &JinjaError) -> Error {
     let place = error.line().map_or(String::new(), |line| format!(" (line {line})"));
     if let Some(message) = raised(error) {
         return Error::new(Kind::Template, "TG-TEMPLATE-003", format!("the chat template raised \"{message}\"{place}"))
-            .why("The template refuses this conversation, so there is no text to align with")
+            .why("The template refuses this conversation, so no text can be aligned")
             .fix("Change the messages as the template asks, or pass a template that takes them");
     }
     match error.kind() {

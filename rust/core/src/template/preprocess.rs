@@ -97,7 +97,7 @@ pub(super) fn scan(source: &str) -> Result<ScanResult> {
 fn beyond(why: &str, line: Option<usize>) -> Error {
     let place = line.map_or(String::new(), |line| format!(" (line {line})"));
     Error::new(Kind::Template, "TG-TEMPLATE-011", format!("the chat template does not compile: {why}{place}"))
-        .why("A template is a program of its author's, and what it may cost is bounded before it is run")
+        .why("A template is untrusted code, and its cost is limited before it runs")
         .fix("Take the chat_template that came with the model, or write it with less nesting")
 }
 

@@ -167,9 +167,9 @@ fn tagged(message: Option<&mut Json>) -> Result<()> {
         Error::new(
             Kind::Template,
             "TG-TEMPLATE-013",
-            "continue_final_message is set, and the last message has no text to go on with",
+            "continue_final_message is set, and the last message has no text to continue",
         )
-        .why("The policy was asked to go on with it")
+        .why("The policy had to continue it")
         .fix("Record the request as it was sent")
     };
     let message = message.and_then(Json::as_object_mut).ok_or_else(no_text)?;
@@ -201,7 +201,7 @@ fn cut(rendered: &mut Rendered) -> Result<()> {
             "TG-TEMPLATE-014",
             "the template leaves out a part of the last message",
         )
-        .why("The policy was asked to go on with it (continue_final_message)")
+        .why("The policy had to continue it (continue_final_message)")
         .fix("Record return_token_ids, so that the prompt need not be rendered"));
     };
     let before_tag = &rendered.text[..at];

@@ -36,7 +36,7 @@ pub(super) fn bounded<T>(length: usize, what: &str, work: impl FnOnce() -> token
     match stop_reason {
         None => result,
         Some(reason) => Err(Error::new(Kind::Tokenizer, "TG-TOKENIZER-002", format!("{what} was stopped: {reason}"))
-            .why("tokenizer.json is a stranger's program, and what it may take is bounded by the text")
+            .why("tokenizer.json is untrusted, so its time and memory are limited by the length of the text")
             .fix("Copy the file again from where the model came from")),
     }
 }

@@ -236,7 +236,7 @@ fn object(dir: &Path, file: &str) -> Result<Option<Map<String, Value>>> {
                 .err()
                 .map_or_else(|| "it holds no JSON object".to_owned(), |error| format!("it is not JSON: {error}"));
             Err(located(Error::new(Kind::Tokenizer, "TG-TOKENIZER-006", what), &path)
-                .why("Special tokens, template and end-of-sequence ids come from it")
+                .why("It defines special tokens, template and end-of-sequence ids")
                 .fix("Copy the file again from where the model came from"))
         }
     }

@@ -426,7 +426,7 @@ fn check_stated<'a>(inner: &dyn Reference, tokens: impl Iterator<Item = (&'a str
             let loaded = loaded.map_or_else(|| "none".to_owned(), |id| id.to_string());
             let what = format!("added token '{content}' has id {listed_id} but would be loaded with {loaded}");
             return Err(Error::new(Kind::Tokenizer, "TG-TOKENIZER-007", what)
-                .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would not be what the model saw")
+                .why("The ids before it leave a gap, and the tokenizers library fills it by renumbering: prompts would differ from the model's")
                 .fix("Add the ids that are missing to added_tokens, as reserved tokens"));
         }
     }

@@ -204,7 +204,7 @@ fn missing(dir: &Path, error: &std::io::Error) -> Error {
 /// Returns the error for an id with two entries.
 fn twice(id: u32) -> Error {
     Error::new(Kind::Tokenizer, "TG-TOKENIZER-009", format!("two entries of the vocabulary have id {id}"))
-        .why("Which bytes the id stands for cannot be known")
+        .why("The bytes of the id are ambiguous")
         .fix("Copy the file again from where the model came from")
 }
 

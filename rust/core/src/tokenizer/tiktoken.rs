@@ -186,9 +186,9 @@ fn unknown(ranks: usize, print: u64) -> Error {
     Error::new(
         Kind::Tokenizer,
         "TG-TOKENIZER-015",
-        format!("the {ranks} ranks (fingerprint {print:016x}) are of no known family"),
+        format!("the {ranks} ranks (fingerprint {print:016x}) are of an unsupported family"),
     )
-    .why("A tiktoken file holds neither the pattern that splits a text nor the special tokens")
+    .why("A tiktoken file has neither the pattern that splits a text nor the special tokens")
     .fix(format!(
         "Put the model's tokenizer.json beside it (transformers' save_pretrained); known are {}",
         names.join(", ")
@@ -196,7 +196,7 @@ fn unknown(ranks: usize, print: u64) -> Error {
 }
 
 fn malformed(what: &str) -> Error {
-    Error::new(Kind::Tokenizer, "TG-TOKENIZER-016", format!("it is no tiktoken file: {what}"))
+    Error::new(Kind::Tokenizer, "TG-TOKENIZER-016", format!("it is not a tiktoken file: {what}"))
         .why("Ids are the ranks that it lists")
         .fix("Copy the file again from where the model came from")
 }
@@ -217,6 +217,6 @@ mod tests {
         let mut config = TokenizerConfig::default();
         let error_of = |file: &[u8], config: &mut TokenizerConfig| document(file, config).unwrap_err().to_string();
         assert!(error_of(b"IQ== 0\nnope", &mut config).contains("line 2"));
-        assert!(error_of(b"IQ== 0\nIg== 1\n", &mut config).contains("no known family"));
+        assert!(error_of(b"IQ== 0\nIg== 1\n", &mut config).contains("unsupported family"));
     }
 }

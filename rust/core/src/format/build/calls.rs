@@ -156,8 +156,8 @@ impl<'a> Log<'a> {
 
     pub fn add(&mut self, call: Call) -> Decoded<()> {
         let Some(mut generation) = call.entry.generation else {
-            return Err(reject(Reason::Contradiction, "TG-FORMAT-002", "the choice says that it was not sampled")
-                .why("A response is what the policy sampled")
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-002", "the choice is marked as not sampled")
+                .why("A response must be sampled by the policy")
                 .fix("Leave the call out"));
         };
         let requested_model = call.request.as_ref().and_then(|request| request.model.clone());
@@ -205,7 +205,9 @@ impl<'a> Log<'a> {
         if let (true, Some(turn)) = (self.scaffold_varies, rendered) {
             let what = "requests of one trace differ in `tools` or `chat_template_kwargs`";
             return Err(reject(Reason::Contradiction, "TG-FORMAT-003", what)
-                .why("The prompt of this turn has no recorded ids and would be rendered with those of another request")
+                .why(
+                    "The prompt of this turn has no recorded ids and would be rendered with the ids of another request",
+                )
                 .fix("Record return_token_ids, or write one record for each set of tools")
                 .in_turn(turn));
         }
@@ -238,7 +240,7 @@ fn read_request(mut request: Object) -> Decoded<Request> {
     let asked = PROMPT_KEYS.into_iter().filter_map(|key| Some((key.to_owned(), value_of(key)?))).collect();
     let nodes = request.take_list("messages")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-004", "no `messages`")
-            .why("What the policy was asked is not known")
+            .why("The prompt of the policy is unknown")
             .fix("Record the request as it was sent")
     })?;
     let mut messages = Vec::with_capacity(nodes.len());
@@ -266,6 +268,6 @@ pub fn chat_request(request: &Outline<'_>) -> Decoded<Request> {
 /// Creates the rejection of a call without a response.
 pub fn no_response(what: impl Into<String>) -> Rejection {
     reject(Reason::FailedCall, "TG-FORMAT-005", what)
-        .why("There is no generation to read")
+        .why("No generation can be read")
         .fix("Leave out failed calls when recording")
 }

@@ -85,7 +85,7 @@ pub fn version_spans(outline: &Outline<'_>) -> Decoded<Vec<VersionSpan>> {
 pub fn spans(value: Value) -> Decoded<Vec<VersionSpan>> {
     let spans: Vec<Span> = serde_json::from_value(value).map_err(|error| {
         reject(Reason::WrongType, "TG-FORMAT-007", format!("`weight_versions`: {error}"))
-            .why("Which policy sampled which token is not known")
+            .why("The policy that sampled each token is unknown")
             .fix("Record the field as the server sent it, or leave it out")
     })?;
     let span = |span: Span| VersionSpan { start: span.start, end: span.end, version: version(&span.version) };

@@ -82,7 +82,7 @@ impl Entry {
         }
         let Some(mut inner) = choice.take_object("message")? else {
             return Err(reject(Reason::Incomplete, "TG-FORMAT-008", "a choice has no `message`")
-                .why("What the policy said is not known")
+                .why("The answer of the policy is unknown")
                 .fix("Record the choice as the chat endpoint returned it"));
         };
         let mut numbers = choice.numbers.or(std::mem::take(&mut inner.numbers));
@@ -105,7 +105,7 @@ impl Entry {
 /// Creates the rejection of a chunk of a streamed response.
 pub fn streamed() -> Rejection {
     reject(Reason::UnknownForm, "TG-FORMAT-009", "a chunk of a streamed response")
-        .why("A generation is read from the whole response")
+        .why("A generation is read from the complete response")
         .fix("Record the assembled response, or turn streaming off while recording")
 }
 
@@ -129,8 +129,8 @@ fn pick(choices: Vec<Node>, choice_number: Option<i32>) -> Decoded<Object> {
 /// Creates the rejection of a choice number that is not among the `total` choices of a response.
 pub fn no_choice(wanted: i32, total: usize, what: &str) -> Rejection {
     let reason = if total == 0 { Reason::FailedCall } else { Reason::Incomplete };
-    reject(reason, "TG-FORMAT-010", format!("choice {wanted} is asked for but the response has {total} {what}"))
-        .why("There is no generation to read")
+    reject(reason, "TG-FORMAT-010", format!("choice {wanted} is requested but the response has {total} {what}"))
+        .why("No generation can be read")
         .fix("Leave out failed calls when recording, and name an existing choice")
 }
 
@@ -216,7 +216,7 @@ fn check_content(fields: &Fields) -> Decoded<()> {
         Some(other) => {
             let what = format!("`content` is {}, not a string", describe(other));
             return Err(reject(Reason::WrongType, "TG-FORMAT-013", what)
-                .why("The text of the message is not known")
+                .why("The text of the message is unknown")
                 .fix("Write content as a string, or as a list of parts"));
         }
     }

@@ -162,7 +162,7 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
         Category::Data => {
             let place = if fault.path().is_empty() { String::new() } else { format!("{}: ", fault.path()) };
             reject(fault.reason(), "TG-FORMAT-083", format!("{place}{complaint}"))
-                .why("The token lists of a record must be what they are named for")
+                .why("The token lists of a record must have the content that their names state")
                 .fix("See docs/reference/trace-format.md for the accepted forms")
         }
         _ if complaint.contains("recursion limit") => too_deep(byte),
@@ -173,7 +173,7 @@ fn explain(text: &str, fault: &Fault<'_>) -> Rejection {
         }
         Category::Eof => {
             reject(Reason::NotJson, "TG-FORMAT-033", format!("not JSON: the record ends too early, at byte {byte}"))
-                .why("The line was cut, or a string holds a raw line break")
+                .why("The line is incomplete, or a string contains a raw line break")
                 .fix("Write the record again, one whole JSON object a line")
         }
         _ => reject(Reason::NotJson, "TG-FORMAT-034", format!("not JSON: {complaint} at byte {byte}"))

@@ -166,7 +166,7 @@ fn contradicting_ids(ids: &[u32], listed_ids: &[u32]) -> Rejection {
     let index = (0..ids.len()).find(|&index| ids[index] != listed_ids[index]).unwrap_or_default();
     let what = format!("token_ids[{index}] is {} but logprobs say token {}", ids[index], listed_ids[index]);
     reject(Reason::Contradiction, "TG-FORMAT-036", what)
-        .why("Which of the two was sampled cannot be known")
+        .why("It is ambiguous which of the two was sampled")
         .fix("Store the response as the server sent it")
 }
 

@@ -150,6 +150,6 @@ pub fn logprobs_in(text: &str) -> Read<'_, Option<Tokens>> {
 /// Turns a fault within one value into a rejection of the record.
 fn complaint(fault: &Fault<'_>) -> Rejection {
     reject(fault.reason(), "TG-FORMAT-084", fault.complaint())
-        .why("The values of a record must be what they are named for")
+        .why("The values of a record must have the content that their names state")
         .fix("See docs/reference/trace-format.md for the accepted forms")
 }

@@ -51,7 +51,7 @@ fn messages_of(role: &str, content: &Value) -> Decoded<Vec<Value>> {
                 "TG-FORMAT-049",
                 "`content` is neither a string nor a list of blocks",
             )
-            .why("The text of the message is not known")
+            .why("The text of the message is unknown")
             .fix("Store the message as the API has it"));
         }
     };

@@ -171,7 +171,7 @@ fn unknown_echo() -> Rejection {
     reject(
         Reason::Incomplete,
         "TG-FORMAT-050",
-        "the token list begins with the prompt, and where that ends is not known",
+        "the token list starts with the prompt, and the length of the prompt is unknown",
     )
     .why("Tokens of the prompt would be trained as if they were sampled")
     .fix("Record the request beside the response, or turn `echo` off")

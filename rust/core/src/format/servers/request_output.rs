@@ -52,7 +52,7 @@ fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let mut generation = context.generation(LogprobKind::Unknown);
     let ids = output.ids("token_ids")?.ok_or_else(|| {
         reject(Reason::Incomplete, "TG-FORMAT-051", "an output has no `token_ids`")
-            .why("Which entry of its logprobs was sampled cannot be known")
+            .why("It is ambiguous which entry of its logprobs was sampled")
             .fix("Write the output's token_ids")
     })?;
     let (tokens, note) = sampled(&output, ids)?;

@@ -162,7 +162,7 @@ fn request(request: &Outline<'_>) -> Decoded<Request> {
         Some(Value::Array(items)) => history(&items, &mut values),
         Some(_) => {
             return Err(reject(Reason::WrongType, "TG-FORMAT-052", "`input` is neither a string nor a list of items")
-                .why("What the policy was asked is not known")
+                .why("The prompt of the policy is unknown")
                 .fix("Record the request as it was sent"));
         }
     }

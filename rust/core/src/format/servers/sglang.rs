@@ -89,7 +89,7 @@ fn tokens(response: &Outline<'_>, meta: &Outline<'_>) -> Decoded<Tokens> {
         let at = (0..ids.len()).find(|&at| listed_ids[at] != ids[at]).unwrap_or_default();
         let what = format!("output_ids[{at}] is {} but its logprob is of token {}", ids[at], listed_ids[at]);
         return Err(reject(Reason::Contradiction, "TG-FORMAT-053", what)
-            .why("Which of the two was sampled cannot be known")
+            .why("It is ambiguous which of the two was sampled")
             .fix("Store the response as the server sent it"));
     }
     tokens.ids = Some(ids);

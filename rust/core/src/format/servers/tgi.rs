@@ -38,9 +38,9 @@ fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
         0 => (details, response.text("generated_text")?),
         wanted => {
             let other = others.into_iter().nth(wanted as usize - 1).ok_or_else(|| {
-                let what = format!("sequence {wanted} is asked for but `best_of_sequences` does not have it");
+                let what = format!("sequence {wanted} is requested but `best_of_sequences` does not have it");
                 reject(Reason::Incomplete, "TG-FORMAT-058", what)
-                    .why("There is no generation to read")
+                    .why("No generation can be read")
                     .fix("Name an existing one: 0 is the best, the others follow")
             })?;
             let text = other.text("generated_text")?;

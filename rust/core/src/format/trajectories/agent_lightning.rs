@@ -69,8 +69,8 @@ pub(super) fn follow(spans: &[Outline<'_>], header: &mut Header) -> Decoded<Body
     }
     header.reward = header.reward.or(last);
     if calls.is_empty() {
-        return Err(reject(Reason::Incomplete, "TG-FORMAT-059", "no span holds a call of a model")
-            .why("There is no generation to read")
+        return Err(reject(Reason::Incomplete, "TG-FORMAT-059", "no span contains a call of a model")
+            .why("No generation can be read")
             .fix("Write the spans of a rollout as one record: {\"rollout_id\": ..., \"spans\": [...]}"));
     }
     Log::of(header, calls.into_iter().map(Ok))

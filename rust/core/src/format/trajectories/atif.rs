@@ -67,7 +67,7 @@ fn step(step: &Outline<'_>, plays: bool, sampling: &Sampling, talk: &mut Convers
         "system" | "user" => source.as_str(),
         other => {
             return Err(reject(Reason::WrongType, "TG-FORMAT-063", format!("`source` is \"{other}\""))
-                .why("Who said the message is not known")
+                .why("The author of the message is unknown")
                 .fix("Write system, user or agent"));
         }
     };

@@ -28,7 +28,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     }
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-072", "a request of a batch without its response")
-            .why("What the policy sampled stands in the batch's output file")
+            .why("The answer of the policy is in the batch's output file")
             .fix("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
     };
     let request = match record.object("request")? {

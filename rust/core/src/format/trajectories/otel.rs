@@ -41,7 +41,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         let traces = traces_of(&spans)?;
         if traces > 1 {
             return Err(reject(Reason::Contradiction, "TG-FORMAT-073", format!("its spans are of {traces} traces"))
-                .why("A record is one trace, and what was said in another is no part of it")
+                .why("A record must have the spans of one trace")
                 .fix(
                     "Read the file with `read`, which takes them apart, or write the spans of each trace as a record",
                 ));

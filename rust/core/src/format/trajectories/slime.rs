@@ -27,7 +27,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
             "TG-FORMAT-075",
             format!("response_length is {length} of {} tokens", prompt.len()),
         )
-        .why("Where the response begins cannot be known")
+        .why("The start of the response is unknown")
         .fix("Write the sample as slime's rollout made it"));
     };
     let response = prompt.split_off(split);
@@ -89,7 +89,7 @@ fn nucleus(record: &Outline<'_>, sampled: &[bool], body: &mut Body) -> Decoded<(
             "TG-FORMAT-076",
             "rollout_top_p_token_offsets do not fit the response",
         )
-        .why("Which ids top-p left for which token cannot be known")
+        .why("The ids that top-p kept for each token are unknown")
         .fix("Write the sample as slime's rollout made it, or leave both lists out"));
     }
     let mut at = 0;

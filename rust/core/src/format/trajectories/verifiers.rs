@@ -74,8 +74,8 @@ fn step_call(step: &Outline<'_>, header: &Header) -> Decoded<Call> {
         0 => plain("assistant", Value::Null),
         1 => completion.remove(0),
         count => {
-            return Err(reject(Reason::Contradiction, "TG-FORMAT-078", format!("`completion` holds {count} messages"))
-                .why("A step is one call of the model, and which of them it sampled cannot be known")
+            return Err(reject(Reason::Contradiction, "TG-FORMAT-078", format!("`completion` has {count} messages"))
+                .why("A step is one call of the model, and it is ambiguous which message it sampled")
                 .fix("Write a step for each call"));
         }
     };
@@ -97,7 +97,7 @@ fn fill(generation: &mut Generation, tokens: &Outline<'_>) -> Decoded<Option<Vec
     let logprobs = columns.logprobs("completion_logprobs")?.filter(|logprobs| !logprobs.is_empty() || ids.is_empty());
     if let Some(at) = columns.mask("completion_mask")?.unwrap_or_default().iter().position(|bit| !bit) {
         return Err(reject(Reason::Contradiction, "TG-FORMAT-079", format!("completion_mask is 0 at {at}"))
-            .why("What stands in a completion without being sampled belongs to no call of the model")
+            .why("A token of a completion that was not sampled belongs to no call of the model")
             .fix("Write a step for each call of the model, with the ids it sampled as its completion"));
     }
     generation.tokens = tokens_of(Some(ids), logprobs);
@@ -269,7 +269,7 @@ fn message_of(node: &Outline<'_>) -> Decoded<Message> {
             message(Value::Object(openai(fields)))
         }
         _ => Err(reject(Reason::Incomplete, "TG-FORMAT-082", "no `message`")
-            .why("What the node says is not known")
+            .why("The content of the node is unknown")
             .fix("Write the trace as verifiers' to_record makes it")),
     }
 }

@@ -217,9 +217,9 @@ pub(super) fn sglang(chunks: &[Outline<'_>], events: &[String], choice: Option<i
         reject(
             Reason::Incomplete,
             "TG-FORMAT-055",
-            format!("sample {index} is asked for but the stream does not have it"),
+            format!("sample {index} is requested but the stream does not have it"),
         )
-        .why("There is no generation to read")
+        .why("No generation can be read")
         .fix("Name an existing one")
     })?;
     let last = sample.last().copied().unwrap_or_default();

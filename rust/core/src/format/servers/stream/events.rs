@@ -147,7 +147,7 @@ fn identity(event: &str) -> Option<(String, bool)> {
 
 pub(super) fn not_a_stream(what: &str) -> Rejection {
     reject(Reason::WrongType, "TG-FORMAT-056", format!("not a stream: {what}"))
-        .why("What the policy sampled cannot be put together")
+        .why("The answer of the policy cannot be assembled")
         .fix("Record the chunks as they came, or the assembled response")
 }
 

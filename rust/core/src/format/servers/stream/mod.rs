@@ -177,6 +177,6 @@ fn no_chunk(chunks: &[Outline<'_>]) -> Rejection {
         "TG-FORMAT-057",
         format!("a stream of {} chunks with the keys {}", chunks.len(), keys.join(", ")),
     )
-    .why("No known server streams so, and what the policy sampled cannot be read from it")
+    .why("No supported server streams these keys, and the sampled tokens cannot be read from them")
     .fix("See docs/reference/trace-format.md for the servers whose streams are read")
 }

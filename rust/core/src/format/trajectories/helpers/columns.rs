@@ -132,7 +132,7 @@ pub fn total(key: &str, list: &[Value]) -> Decoded<Option<f64>> {
 }
 
 fn several(key: &str, count: usize) -> Rejection {
-    reject(Reason::UnknownForm, "TG-FORMAT-064", format!("`{key}` holds {count} rows"))
+    reject(Reason::UnknownForm, "TG-FORMAT-064", format!("`{key}` has {count} rows"))
         .why("A record is one trace, and quarantine, ids and rewards are kept for each")
         .fix("Write a line for each row: json.dumps({key: column[i] for key, column in batch.items()})")
 }

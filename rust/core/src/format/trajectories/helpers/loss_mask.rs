@@ -167,8 +167,8 @@ pub fn all_zero(tokens: &Tokens) -> Option<Note> {
 
 /// Creates the rejection of columns with different lengths.
 pub fn lengths(what: &str, found: usize, ids: usize) -> Rejection {
-    reject(Reason::Contradiction, "TG-FORMAT-067", format!("a {what} of {found} beside {ids} ids"))
-        .why("Which number belongs to which token cannot be known")
+    reject(Reason::Contradiction, "TG-FORMAT-067", format!("a {what} of {found} for {ids} ids"))
+        .why("It is ambiguous which number belongs to which token")
         .fix("Record one number for each id")
 }
 

@@ -201,14 +201,14 @@ fn ids_of(name: &str, value: Value) -> Decoded<Vec<u32>> {
 
 fn no_ids(name: &str) -> Rejection {
     reject(Reason::IdOutOfRange, "TG-FORMAT-068", format!("`{name}` is not a list of token ids"))
-        .why("What was sampled cannot be known")
+        .why("The sampled tokens are unknown")
         .fix("Record ids as integers from 0 to 2147483647, as a list or as the text of one")
 }
 
 fn logprobs_of(text: &str) -> Decoded<Tokens> {
     logprobs_in(text).map(Option::unwrap_or_default).map_err(|fault| {
         reject(Reason::WrongType, "TG-FORMAT-069", format!("`logprobs.content`: {}", fault.complaint()))
-            .why("Which logprob belongs to which token cannot be known")
+            .why("It is ambiguous which logprob belongs to which token")
             .fix("Record the entries as the server sent them")
     })
 }
