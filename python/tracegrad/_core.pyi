@@ -234,6 +234,16 @@ class Conversation:
 MISMATCH_REASONS: list[str]
 USAGE_SLACK: tuple[int, float]
 
+def pack_penalties(
+    ids: NDArray[np.int32],
+    cu_seqlens: NDArray[np.int64],
+    turn: NDArray[np.int32],
+    penalties: Any,
+    tokens: NDArray[np.int64],
+    of_tokens: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    support: NDArray[np.int32],
+) -> dict[str, NDArray[Any]]: ...
 def token_sets_encode(
     offsets: NDArray[np.int64], values: NDArray[np.int32]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]: ...

@@ -1,11 +1,13 @@
 """The sampler's support from the record: sampling masks, processed and raw alternatives, and what proves none."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import tracegrad as tg
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.token_sets import TokenSets
@@ -117,24 +119,52 @@ def test_tokens_whose_support_is_not_proven_have_no_logprob_and_are_counted(toke
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "replayed"),
     [
-        {"repetition_penalty": 1.2},
-        {"presence_penalty": 0.5},
-        {"logit_bias": {"5": 3}},
-        {"use_beam_search": True},
+        ({"repetition_penalty": 1.2}, True),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.25}, True),
+        ({"logit_bias": {"5": 3, "4": -1.5}}, True),
+        ({"logit_bias": [[5, 3]]}, False),
+        ({"repetition_penalty": "high"}, False),
+        ({"use_beam_search": True}, False),
     ],
     ids=str,
 )
-def test_an_option_that_moves_probabilities_is_not_replayed(tokenizer, change):
+def test_penalties_are_replayed_if_the_logprobs_include_them(tokenizer, change, replayed):
     record, *_ = sample(np.random.default_rng(5), 5, "processed", 60, top_k=10)
     record["calls"][0]["request"]["sampling_params"] |= change
     sequences = align(tokenizer, record)
-    assert options_on(int(sequences.reshaped[0])) == tuple(change)
+    assert set(options_on(int(sequences.replayed[0]))) == {"top_k", *(change if replayed else ())}
+    assert set(options_on(int(sequences.reshaped[0]))) == {*(() if replayed else change)}
+    if replayed:
+        penalties = sequences.penalties
+        assert penalties.generation.tolist() == [0]
+        assert penalties.repetition.tolist() == [np.float32(change.get("repetition_penalty", 1))]
+        assert penalties.presence.tolist() == [change.get("presence_penalty", 0)]
+        assert penalties.frequency.tolist() == [change.get("frequency_penalty", 0)]
+        bias = dict(zip(penalties.bias_ids.tolist(), penalties.bias.tolist(), strict=True))
+        assert bias == ({4: -1.5, 5: 3} if "logit_bias" in change else {})
+    else:
+        assert sequences.penalties is None
     record["logprob_kind"] = "raw"
-    sequences = align(tokenizer, record)
-    assert set(options_on(int(sequences.reshaped[0]))) == {"top_k", *change}
-    assert (sequences.support, sequences.replayed[0]) == (None, 0)
+    raw = align(tokenizer, record)
+    assert set(options_on(int(raw.reshaped[0]))) == {"top_k", *change}
+    assert (raw.support, raw.penalties, raw.replayed[0]) == (None, None, 0)
+
+
+def test_penalties_need_the_ids_of_the_prompt(tokenizer):
+    def penalized(**prompt):
+        [choice] = sample(np.random.default_rng(5), 3, "processed", 1)[0]["calls"][0]["response"]["choices"]
+        choice["message"] = {"role": "assistant", "content": tokenizer.decode(choice["token_ids"])}
+        response = {"object": "chat.completion", "choices": [choice], **prompt}
+        request = {"messages": [user("q")], "repetition_penalty": 1.2}
+        call = {"request": request, "response": response}
+        return align(tokenizer, {"id": "t", "logprob_kind": "processed", "calls": [call]})
+
+    ids = tokenizer.render_ids([user("q")], add_generation_prompt=True).tolist()
+    assert penalized().penalties is None
+    assert penalized(prompt_token_ids=ids).penalties is not None
+    assert penalized(prompt_token_ids=ids, meta_info={}).penalties is not None
 
 
 @pytest.mark.parametrize("kind", ["processed", "raw", "unknown"])
@@ -186,6 +216,83 @@ def test_ids_are_read_of_fields_and_of_names_by_both_readers(tokenizer, name):
     for each in (text, slow):
         rows, _ = found(tg.align(tg.Traces.from_records([each.encode()]), tokenizer))
         assert rows == supports
+
+
+def penalties_of(generation, repetition, bias=()):
+    ones = np.ones(len(generation), np.float32)
+    ends = np.cumsum([len(bias)] * len(generation)).astype(np.int64)
+    ids, values = (np.array([each[at] for each in bias] * len(generation)) for at in (0, 1))
+    arrays = (ends, ids.astype(np.int32), values.astype(np.float32))
+    return Penalties(np.array(generation, np.int64), np.float32(repetition) * ones, 0 * ones, 0 * ones, *arrays)
+
+
+def test_penalties_are_stored_loaded_selected_and_joined(tmp_path):
+    nan = float("nan")
+
+    def traces(penalties):
+        return Sequences.from_arrays(
+            [5, 6, 7, 8], [0, 2, 4], [nan, -1, nan, -1], [False, True] * 2, rewards=[1.0, 0.0], penalties=penalties
+        )
+
+    both = traces(penalties_of([0, 1], 1.5, [(7, 2.0)]))
+    both.save(tmp_path / "shard-00000")
+    traces(None).save(tmp_path / "shard-00001")
+    traces(penalties_of([1], 1.25)).save(tmp_path / "shard-00002")
+    manifest.seal(tmp_path)
+    joined = Sequences.load(tmp_path).penalties
+    assert (joined.generation.tolist(), joined.repetition.tolist()) == ([0, 1, 5], [1.5, 1.5, 1.25])
+    assert (joined.bias_ends.tolist(), joined.bias_ids.tolist(), joined.bias.tolist()) == ([1, 2, 2], [7, 7], [2, 2])
+    assert joined.settings().tolist() == [0, 0, 1]
+    assert select(both, np.array([1])).penalties.generation.tolist() == [0]
+    dataset = PreparedDataset.open(tmp_path)
+    assert dataset.take(np.array([2])).penalties is None
+    found = dataset.take(np.array([1, 2, 5])).penalties
+    assert (found.generation.tolist(), found.repetition.tolist(), found.bias.tolist()) == ([0, 2], [1.5, 1.25], [2])
+    assert dataset.take_with_details(np.array([5])).penalties.repetition.tolist() == [1.25]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": np.array([2], np.int64)},
+        {"repetition": np.zeros(1, np.float32)},
+        {"presence": np.full(1, np.nan, np.float32)},
+        {"bias_ends": np.array([2], np.int64)},
+        {"frequency": np.zeros(1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_penalties_that_are_not_those_of_the_generations_are_refused(change):
+    penalties = replace(penalties_of([0], 1.5, [(7, 2.0)]), **change)
+    with pytest.raises(ArgumentError, match="TG-ALIGN-042"):
+        Sequences.from_arrays([5, 6], [0, 2], [-1, -1], [False, True], penalties=penalties)
+
+
+def test_pack_gives_each_logit_row_the_changes_of_its_context():
+    # Two branches with the same ids: the answer 7 7 after 5 6, and one of them without penalties.
+    ids, nan = [5, 6, 7, 7], float("nan")
+    two = Sequences.from_arrays(
+        ids * 2,
+        [0, 4, 8],
+        [nan, nan, -1, -1] * 2,
+        [False, False, True, True] * 2,
+        group=[0, 0],
+        penalties=penalties_of([1], 2.0, [(9, 1.0)]),
+    )
+    [batch] = tg.pack(two, [1.0, 1.0], tokens_per_row=16, share_prefixes=True)[0].batches
+    found = batch.support
+    rows = {
+        int(term): [
+            (int(found.ids[at]), *(float(column[at]) for column in found.changes))
+            for at in range(found.offsets[row], found.offsets[row + 1])
+        ]
+        for term, row in zip(batch.term, batch.logit_row, strict=True)
+    }
+    assert len(batch.read) == 4
+    assert rows[0] == rows[1] == []
+    assert rows[2] == [(5, 0, 2, 0), (6, 0, 2, 0), (9, 1, 1, 0)]
+    assert rows[3] == [(5, 0, 2, 0), (6, 0, 2, 0), (7, 0, 2, 0), (9, 1, 1, 0)]
+    assert not found.restricted.any()
 
 
 def sequences_of(rows, ids=(5, 6, 7)):

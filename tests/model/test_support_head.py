@@ -8,13 +8,16 @@ from tracegrad import Sequences, correct, pack
 from tracegrad.errors import ArgumentError
 from tracegrad.model import policy_loss, token_logprobs
 from tracegrad.objective import EntropyBonus, Objective, PolicyGradient
-from tracegrad.packing import Support
+from tracegrad.packing import LogitChanges, Support
 
 ROWS, WIDTH, VOCABULARY = 9, 5, 23
 
 
-def case(dtype=torch.float64, seed=0):
-    """Return hidden states, weight, targets, temperatures, and supports of no, one, some and all ids."""
+def case(dtype=torch.float64, seed=0, penalized=False):
+    """Return hidden states, weight, targets, temperatures, and supports of no, one, some and all ids.
+
+    If `penalized`, the logits of the ids are changed, and those of four ids of two rows without support.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(ROWS, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=dtype, requires_grad=True)
@@ -25,7 +28,31 @@ def case(dtype=torch.float64, seed=0):
         others = [i for i in torch.randperm(VOCABULARY, generator=generator).tolist() if i != target[row]]
         rows.append(sorted([int(target[row]), *others[: size - 1]]) if size else [])
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
-    return hidden, weight, target, inverse, Support(np.concatenate([np.array(row, np.int32) for row in rows]), offsets)
+    restricted = np.diff(offsets) > 0
+    if penalized:
+        rows[0], rows[3] = [2, 7, int(target[0]), 9], [1, 3, 5, 8]
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
+    ids = np.concatenate([np.array(row, np.int32) for row in rows])
+    changes = None
+    if penalized:
+        rng = np.random.default_rng(seed)
+        before, after = (rng.choice([0.0, 0.7, -1.3], len(ids)).astype(np.float32) for _ in range(2))
+        changes = LogitChanges(before, rng.choice([1.0, 1.5], len(ids)).astype(np.float32), after)
+    return hidden, weight, target, inverse, Support(ids, offsets, restricted, changes)
+
+
+def changed(logits, support):
+    """Return a table of logits with the changes of the support, by their definition."""
+    if support.changes is None:
+        return logits
+    for row in range(len(logits)):
+        for at in range(support.offsets[row], support.offsets[row + 1]):
+            before, factor, after = (float(column[at]) for column in support.changes)
+            place = torch.zeros_like(logits, dtype=torch.bool)
+            place[row, int(support.ids[at])] = True
+            y = logits + before
+            logits = torch.where(place, torch.where(y > 0, y / factor, y * factor) + after, logits)
+    return logits
 
 
 def masked(hidden, weight, target, inverse, support, *, bias=None, softcap=None, scale=1.0, over_support=False):
@@ -34,15 +61,17 @@ def masked(hidden, weight, target, inverse, support, *, bias=None, softcap=None,
     logits = logits * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    scores = logits * inverse[:, None]
+    plain, scores = logits * inverse[:, None], changed(logits, support) * inverse[:, None]
     outside = torch.zeros_like(scores, dtype=torch.bool)
     for row in range(len(target)):
         ids = support.ids[support.offsets[row] : support.offsets[row + 1]]
-        if len(ids):
+        if support.restricted[row]:
             outside[row] = True
             outside[row, torch.as_tensor(ids).long()] = False
     log_p = scores.masked_fill(outside, -torch.inf).log_softmax(-1)
-    kept = log_p if over_support else scores.log_softmax(-1)
+    # Over the vocabulary, the entropy of a row with support is that before the changes.
+    of_vocabulary = torch.where(torch.from_numpy(support.restricted)[:, None], plain, scores)
+    kept = log_p if over_support else of_vocabulary.log_softmax(-1)
     entropy = -(kept.exp() * kept.masked_fill(kept == -torch.inf, 0)).sum(-1)
     return log_p.gather(1, target[:, None]).squeeze(1), entropy
 
@@ -51,8 +80,11 @@ def masked(hidden, weight, target, inverse, support, *, bias=None, softcap=None,
 @pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.7)])
 @pytest.mark.parametrize("chunk_rows", [2, 100])
 @pytest.mark.parametrize("trained_head", [False, True])
-def test_values_and_gradients_are_those_of_the_masked_softmax(over_support, softcap, scale, chunk_rows, trained_head):
-    hidden, weight, target, inverse, support = case()
+@pytest.mark.parametrize("penalized", [False, True])
+def test_values_and_gradients_are_those_of_the_masked_softmax(
+    over_support, softcap, scale, chunk_rows, trained_head, penalized
+):
+    hidden, weight, target, inverse, support = case(penalized=penalized)
     weight.requires_grad_(trained_head)
     bias = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=trained_head)
     inputs = [hidden, weight, bias] if trained_head else [hidden]
@@ -90,9 +122,10 @@ def test_a_row_with_one_id_has_logprob_0_and_no_gradient():
     assert gradient[[1, 8]].abs().max() == 0 < gradient[2].abs().max()
 
 
+@pytest.mark.parametrize("penalized", [False, True])
 @pytest.mark.parametrize("epilogue", ["torch", "compile"])
-def test_every_epilogue_has_the_values_of_the_masked_softmax(epilogue):
-    hidden, weight, target, inverse, support = case(torch.float32)
+def test_every_epilogue_has_the_values_of_the_masked_softmax(epilogue, penalized):
+    hidden, weight, target, inverse, support = case(torch.float32, penalized=penalized)
     logp, entropy = token_logprobs(
         hidden,
         weight,

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tracegrad import _core, _validation
 from tracegrad.alignment.mismatch import AlignmentReport, find_wrong_context
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.token_sets import TokenSets
@@ -181,8 +182,12 @@ def align(
     }
     images = _images(spans, rule, table) if rule and spans else None
     kept = extras.pop("sampling_mask", None)
+    arrays = fields.pop("penalties")
+    penalties = arrays and Penalties(**arrays)
     support = TokenSets.from_rows(kept) if isinstance(kept, Ragged) and len(kept.values) else None
-    return Sequences(**fields, **names, alignment_report=report, extras=extras, images=images, support=support)
+    return Sequences(
+        **fields, **names, alignment_report=report, extras=extras, images=images, support=support, penalties=penalties
+    )
 
 
 class CoreImageRule(NamedTuple):

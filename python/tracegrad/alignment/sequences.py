@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _html, _validation
 from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import AlignmentReport, empty_report
+from tracegrad.alignment.penalties import Penalties, check_penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.token_sets import TokenSets, support_of
 from tracegrad.data import to_arrow
@@ -116,9 +117,10 @@ class Sequences:
         temperature: [R] float32: the sampling temperature, NaN if that of any turn is unknown. If turns differ, it is
             one that is not 1.
         reshaped: [R] uint32: bit b is set if option b of `sampling.OPTIONS` was on (top_p below 1, a top_k, a penalty)
-            in a turn with logprobs, and `support` does not replay it. Its tokens then have another distribution than
-            that which the trainer computes.
-        replayed: [R] uint32: bit b is set if option b was on in a turn with logprobs and `support` replays it.
+            in a turn with logprobs, and neither `support` nor `penalties` replay it. Its tokens then have another
+            distribution than that which the trainer computes.
+        replayed: [R] uint32: bit b is set if option b was on in a turn with logprobs, and `support` or `penalties`
+            replay it.
         ending: [R] uint8: the end of the last generation: 0 unknown, 1 finished, 2 truncated by a length limit, an
             abort or a filter. It is read from the finish reason. Without one, a generation is finished if it contains
             its stop token or text.
@@ -130,6 +132,8 @@ class Sequences:
         support: the ids from which each token was sampled, if the sampler kept only a part of the vocabulary (top_p,
             top_k, min_p, ...); None if there is no such token. The logprobs of these tokens, recorded and computed, are
             over their support.
+        penalties: the penalties of generations whose logprobs, recorded and computed, include them; None if there are
+            none.
 
     >>> nan = float("nan")
     >>> sequences = Sequences.from_arrays(
@@ -170,6 +174,7 @@ class Sequences:
     extras: Mapping[str, Array | Ragged] = field(default_factory=dict)
     images: ImageSpans | None = None
     support: TokenSets | None = None
+    penalties: Penalties | None = None
 
     @property
     def tokens(self) -> int:
@@ -291,6 +296,7 @@ class Sequences:
         ending: ArrayLike | None = None,
         extras: Mapping[str, Array | Ragged] | None = None,
         support: Ragged | TokenSets | None = None,
+        penalties: Penalties | None = None,
     ) -> "Sequences":
         """Create sequences from the arrays of a trainer.
 
@@ -311,6 +317,7 @@ class Sequences:
             extras: named arrays with one row per token.
             support: for each token the ids from which it was sampled, empty for the whole vocabulary. The logprobs of
                 tokens with support must be those of the distribution over it.
+            penalties: of the generations, numbered by trace and turn. Their logprobs must include them.
 
         Raises:
             ArgumentError: if lengths contradict one another or a trainable token has a positive logprob.
@@ -374,6 +381,7 @@ class Sequences:
             group_names=tuple(str(i) for i in range(int(group_.max()) + 1)) if total else (),
             extras=extras_of(extras, count),
             support=support_of(support, ids_, keep),
+            penalties=check_penalties(penalties, int(cu_turns[-1])),
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -400,7 +408,9 @@ class Sequences:
             name: getattr(self.alignment_report, name) for name in ("detail", "reasons", "recorded", "exact", "errors")
         }
         report["server_profiles"] = dict(self.alignment_report.server_profiles)
-        return store.StoredSequences(columns, dict(self.extras), names, report, self.images, self.support)
+        return store.StoredSequences(
+            columns, dict(self.extras), names, report, self.images, self.support, self.penalties
+        )
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, verify: bool = False) -> "Sequences":
@@ -431,4 +441,5 @@ class Sequences:
             alignment_report=AlignmentReport(**mismatches, **found.alignment_report),
             images=found.images,
             support=found.support,
+            penalties=found.penalties,
         )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.token_sets import TokenSets, support_of
 from tracegrad.data.codes import MEDIA, NO_LEVEL, TEXT_ONLY
@@ -62,6 +63,7 @@ class StoredSequences(NamedTuple):
     alignment_report: dict[str, Any]
     images: ImageSpans | None = None
     support: TokenSets | None = None
+    penalties: Penalties | None = None
 
 
 def find_problem(stored: StoredSequences) -> str | None:
@@ -96,6 +98,8 @@ def _wrong_shape(stored: StoredSequences) -> str | None:
 
 
 def _wrong_support(stored: StoredSequences) -> str | None:
+    if stored.penalties is not None and (problem := stored.penalties.find_problem(len(stored.columns["turn_rewards"]))):
+        return problem
     if stored.support is None:
         return None
     try:
@@ -331,6 +335,7 @@ def _reduce_ranges(ufunc: np.ufunc, values: Array, offsets: Array, empty: Any) -
 
 _FORMAT = "tracegrad-sequences/2"
 _ARRAYS, _TABLE = "sequences.safetensors", "sequences.json"
+_PENALTIES = "penalties."  # prefix of the names of their arrays
 _CURE = "The files were changed; prepare the traces again."
 
 NAMES = ("reward_names", "trace_ids", "group_names")
@@ -369,6 +374,8 @@ def write(folder: Path, stored: StoredSequences) -> None:
             arrays[f"extra.{name}"] = extra
     if stored.support is not None:
         arrays |= {"support.starts": stored.support.starts, "support.data": stored.support.data}
+    if stored.penalties is not None:
+        arrays |= {f"{_PENALTIES}{name}": array for name, array in vars(stored.penalties).items()}
     table: dict[str, Any] = {"format": _FORMAT, **stored.names, "alignment_report": stored.alignment_report}
     files = {}
     if stored.images is not None:
@@ -451,7 +458,10 @@ def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check:
         report["server_profiles"] = _counts(stored_report.get("server_profiles", {}))  # earlier versions lack it
         arrays.setdefault("ending", np.zeros(len(arrays["group"]), np.uint8))  # unknown; earlier versions lack it
         arrays.setdefault("replayed", np.zeros(len(arrays["group"]), np.uint32))
-        support = None
+        support = penalties = None
+        if f"{_PENALTIES}generation" in arrays:
+            names_of_penalties = [name for name in arrays if name.startswith(_PENALTIES)]
+            penalties = Penalties(**{name.removeprefix(_PENALTIES): arrays.pop(name) for name in names_of_penalties})
         if "support.data" in arrays:
             support = TokenSets(arrays.pop("support.starts"), arrays.pop("support.data"), len(arrays["ids"]))
         columns = {name: arrays.pop(name) for name in (*COLUMNS, *(f"mismatches.{name}" for name in MISMATCH_COLUMNS))}
@@ -459,7 +469,7 @@ def load_shard(folder: Path, folder_manifest: manifest.FolderManifest, *, check:
         if image_files.MEDIA in folder_manifest.files:
             images = image_files.images_of(arrays, ImageRule.of_dict(table["pictures"]), folder)
             arrays = {name: array for name, array in arrays.items() if not name.startswith(image_files.PREFIX)}
-        stored = StoredSequences(columns, _extras(arrays), names, report, images, support)
+        stored = StoredSequences(columns, _extras(arrays), names, report, images, support, penalties)
     except (ReadError, FormatError):
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -544,6 +554,7 @@ def concatenate(parts: Sequence[StoredSequences]) -> StoredSequences:
         },
         ImageSpans.concatenate([(part.images, len(part.columns["trace"])) for part in parts]),
         TokenSets.concatenate([(part.support, np.arange(len(part.columns["ids"]))) for part in parts]),
+        Penalties.concatenate([(part.penalties, np.arange(len(part.columns["turn_rewards"]))) for part in parts]),
     )
 
 

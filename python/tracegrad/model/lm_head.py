@@ -227,15 +227,15 @@ def token_logprobs(
     for float64 input. If the head has no gradient, d logp / d hidden is kept instead. The backward pass then computes
     no logits unless the loss depends on the entropy.
 
-    A row with `support` was sampled from a part of the vocabulary (top-p, top-k or min-p). Its logprob is
-    z[target] - logsumexp(z[support]), and so is its gradient.
+    A row with `support` was sampled from a part of the vocabulary (top-p, top-k or min-p), or with penalties. Its
+    logprob is z[target] - logsumexp(z[support]) of the changed scores, and its gradient is that of this logprob.
 
     Args:
         hidden: [U, H].
         weight: [V, H]; used in the dtype of `hidden`. A copy in that dtype is kept for backward.
         target: [U] int64.
         inv_temperature: [U] or one number. It has no gradient.
-        support: `Batch.support`, of U rows, each with its target among the ids; None for the whole vocabulary.
+        support: `Batch.support`, of U rows; None if the sampler changed no distribution.
         entropy_over_support: whether the entropy of a row with support is that over its support.
         bias: [V].
         softcap: of the logits, as in Gemma 2.
@@ -304,7 +304,9 @@ class HeadProblem:
     def chunk(self, here: slice) -> Chunk | SupportChunk:
         """Return the chunk of some rows."""
         rows = self.rows.at(here)
-        chunk = self.setting.kind(self.hidden[here], self.head, rows._replace(support=None), self.setting.dtype)
+        # Only the table of a `Chunk` has the precision in which samplers apply penalties.
+        kind = Chunk if rows.support and rows.support.has_changed_vocabulary else self.setting.kind
+        chunk = kind(self.hidden[here], self.head, rows._replace(support=None), self.setting.dtype)
         return chunk if rows.support is None else SupportChunk(chunk, rows)
 
     def statistics(self, chunk_rows: int) -> Statistics:

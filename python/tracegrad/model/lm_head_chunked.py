@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tracegrad.packing.support import Support
+from tracegrad.packing.support import LogitChanges, Support
 
 
 class Head(NamedTuple):
@@ -134,6 +134,13 @@ class Chunk:
             slope = slope * _slope(z, self.head.softcap, inverse)
         return z, slope
 
+    def replace_scores(self, row: Tensor, ids: Tensor, scores: Tensor) -> None:
+        """Replace some scores [K] of a table that is not `narrow`, before `statistics`.
+
+        `gradient` is then wrong at these ids.
+        """
+        self._z[row, ids] = scores
+
     def statistics(self) -> Statistics:
         """Compute sums over the vocabulary, and keep the probabilities for `gradient`."""
         z = self._z
@@ -239,21 +246,42 @@ def slices(total: int, size: int) -> list[slice]:
 
 
 class SupportChunk:
-    """A chunk some of whose rows were sampled from a part of the vocabulary, their support.
+    """A chunk some of whose rows were sampled from a part of the vocabulary (their support), or with penalties.
 
-    The statistics over the vocabulary are those of another chunk. The logprobs of rows with support are computed from
-    the K scores of their ids: log p = z[target] - logsumexp(z[support]). So the cost beyond the other chunk is that of
-    K numbers, not of a table.
+    The statistics over the vocabulary are those of another chunk. The logprobs of restricted rows are computed from the
+    K scores of their ids: log p = z[target] - logsumexp(z[ids]). So the cost beyond the other chunk is that of K
+    numbers, not of a table. In the table of a row that was sampled from the whole vocabulary with penalties, the scores
+    of the changed ids are replaced.
 
     Args:
-        chunk: the same rows over the whole vocabulary.
+        chunk: the same rows over the whole vocabulary; a `Chunk` itself if `support.has_changed_vocabulary`.
         rows: of the chunk, with their support.
     """
 
     def __init__(self, chunk: Chunk, rows: Rows) -> None:
         assert rows.support is not None
         self._chunk, self._rows, self._support = chunk, rows, rows.support
-        self._is_restricted = torch.zeros_like(rows.target, dtype=torch.bool).index_fill_(0, rows.support.row, True)
+        self._is_restricted = torch.from_numpy(rows.support.restricted).to(rows.target.device)
+        self._scores, self._slope = chunk.scores_at(rows.support.row, rows.support.ids)
+        self._in_table: Tensor | None = None  # [K] bool, the ids of rows that are not restricted
+        if rows.support.changes is not None:
+            self._change(rows.support.changes)
+
+    def _change(self, changes: LogitChanges) -> None:
+        """Apply penalties and biases to the scores, and write those of unrestricted rows to the table."""
+        row, inverse = self._support.row, self._rows.inverse
+        inverse = 1.0 if inverse is None else inverse[row]
+        before, factor, after = (column.to(self._scores.dtype) for column in changes)
+        logits = self._scores / inverse + before
+        factor = torch.where(logits > 0, 1 / factor, factor)
+        self._scores = (logits * factor + after) * inverse
+        self._slope = self._slope * factor
+        if self._support.has_changed_vocabulary:
+            self._in_table = ~self._is_restricted[row]
+            self._chunk.replace_scores(*self._changed_places(), self._scores[self._in_table])
+
+    def _changed_places(self) -> tuple[Tensor, Tensor]:
+        return self._support.row[self._in_table], self._support.ids[self._in_table]
 
     def statistics(self) -> Statistics:
         """Compute the statistics; the logprobs, and if asked for the entropies, of restricted rows over their support.
@@ -261,8 +289,7 @@ class SupportChunk:
         The log-sum-exp is that of the vocabulary, which the gradient by the entropy over the vocabulary needs.
         """
         lse, logp, entropy = self._chunk.statistics()
-        scores, _ = self._chunk.scores_at(self._support.row, self._support.ids)
-        log_p, at_target = self._log_p(scores)
+        log_p, at_target = self._log_p()
         logp = torch.where(self._is_restricted, at_target, logp)
         if self._rows.entropy_over_support:
             entropy = torch.where(self._is_restricted, self._entropy(log_p), entropy)
@@ -270,25 +297,39 @@ class SupportChunk:
 
     def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] as `Chunk.gradient`. An id outside of a row's support has none by its logprob."""
-        support, over_support = self._support, self._rows.entropy_over_support
-        scores, slope = self._chunk.scores_at(support.row, support.ids)
-        log_p, _ = self._log_p(scores)
+        row, ids, over_support = self._support.row, self._support.ids, self._rows.entropy_over_support
+        log_p, _ = self._log_p()
         p = log_p.exp()
-        is_target = support.ids == self._rows.target[support.row]
-        d_scores = d_logp.to(p.dtype)[support.row] * (is_target.to(p.dtype) - p)
+        is_target = (ids == self._rows.target[row]).to(p.dtype)
+        d_scores = d_logp.to(p.dtype)[row] * (is_target - p)
         of_vocabulary = None if d_entropy is None else d_entropy.to(p.dtype)
         if of_vocabulary is not None and over_support:
-            entropy = self._entropy(log_p)[support.row]
-            d_scores = d_scores - of_vocabulary[support.row] * p * (log_p + entropy)
+            entropy = self._entropy(log_p)[row]
+            d_scores = d_scores - of_vocabulary[row] * p * (log_p + entropy)
             of_vocabulary = of_vocabulary.masked_fill(self._is_restricted, 0)
         others = d_logp.masked_fill(self._is_restricted, 0)
         d_raw = self._chunk.gradient(statistics, others, of_vocabulary)
-        d_raw.index_put_((support.row, support.ids), (d_scores * slope).to(d_raw.dtype), accumulate=True)
-        return d_raw
+        d_by_ids = (d_scores * self._slope).to(d_raw.dtype)
+        if self._in_table is not None:
+            others = ~self._in_table
+            row, ids, d_by_ids = row[others], ids[others], d_by_ids[others]
+            d_changed = self._of_table(statistics, d_logp, d_entropy, is_target)
+            d_raw.index_put_(self._changed_places(), d_changed.to(d_raw.dtype))
+        return d_raw.index_put_((row, ids), d_by_ids, accumulate=True)
 
-    def _log_p(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probability of each id over its row's support [K], and that of each row's target [C]."""
-        row, count = self._support.row, len(self._rows.target)
+    def _of_table(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None, is_target: Tensor) -> Tensor:
+        """Return the gradient by the projection of the changed ids of unrestricted rows."""
+        row = self._support.row[self._in_table]
+        log_p = self._scores[self._in_table] - statistics.lse[row]
+        p = log_p.exp()
+        d_scores = d_logp.to(p.dtype)[row] * (is_target[self._in_table] - p)
+        if d_entropy is not None:
+            d_scores = d_scores - d_entropy.to(p.dtype)[row] * p * (log_p + statistics.entropy[row])
+        return d_scores * self._slope[self._in_table]
+
+    def _log_p(self) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each id over its row's ids [K], and that of each row's target [C]."""
+        row, count, scores = self._support.row, len(self._rows.target), self._scores
         top = scores.new_full((count,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
         shifted = scores - top[row]
         log_total = scores.new_zeros(count).index_add_(0, row, shifted.exp()).log()
@@ -298,7 +339,7 @@ class SupportChunk:
         return log_p, at_target
 
     def _entropy(self, log_p: Tensor) -> Tensor:
-        """Return [C], the entropy over the support of each restricted row; 0 for others."""
+        """Return [C], the entropy over the ids of each row; 0 for rows without."""
         return log_p.new_zeros(len(self._rows.target)).index_add_(0, self._support.row, -log_p.exp() * log_p)
 
 

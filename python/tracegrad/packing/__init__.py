@@ -7,10 +7,11 @@ from tracegrad.packing.batch import Batch, Sharing, SkippedTraces, Step, Totals,
 from tracegrad.packing.cost_model import ModelShape
 from tracegrad.packing.device_prefetch import prefetch
 from tracegrad.packing.packing import advantages_by_token, measure, nothing_to_train, pack, steps_of
-from tracegrad.packing.support import Support
+from tracegrad.packing.support import LogitChanges, Support
 
 __all__ = [
     "Batch",
+    "LogitChanges",
     "ModelShape",
     "Sharing",
     "SkippedTraces",

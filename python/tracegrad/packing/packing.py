@@ -10,13 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _core, _validation
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.errors import ArgumentError
 from tracegrad.images import ImageSpans, RowImages
 from tracegrad.images.spans import ImageKeys
 from tracegrad.packing.batch import Batch, Counts, Floats, Ints, Sharing, SkippedTraces, Step, Totals, TruncationLoss
 from tracegrad.packing.cost_model import MIN_SHARING_GAIN, ModelShape
-from tracegrad.packing.support import Support
+from tracegrad.packing.support import RecordedSampling
 
 if TYPE_CHECKING:
     from tracegrad.objective import Requirements
@@ -65,7 +64,7 @@ class Layout(NamedTuple):
     cu_terms: Counts
     images: ImageSpans | None = None
     keys: ImageKeys | None = None
-    support: TokenSets | None = None
+    sampling: RecordedSampling | None = None
 
     def batch(self, row: int, origin: NDArray[np.int64]) -> Batch:
         """Return one row as a batch.
@@ -95,28 +94,26 @@ class Layout(NamedTuple):
             term=self.term[terms],
             images=images,
         )
-        return batch if self.support is None else with_support(batch, self.support, origin[batch.term])
+        return batch if self.sampling is None else with_support(batch, self.sampling, origin[batch.term])
 
 
-def with_support(batch: Batch, sets: TokenSets, tokens: NDArray[np.int64]) -> Batch:
+def with_support(batch: Batch, sampling: RecordedSampling, tokens: NDArray[np.int64]) -> Batch:
     """Return the row with the support of its logit rows.
 
-    Branches may have sampled the same token after the same ids from different sets. It then gets a logit row for each.
+    Branches may have sampled the same token after the same ids with different options. It then gets a logit row for
+    each.
 
     Args:
         batch: a row without support.
-        sets: of all tokens of the sequences.
+        sampling: of all tokens of the sequences.
         tokens: [m] the token of each trained token of the row.
     """
-    keys = sets.keys(tokens)
-    if not keys.any():
+    keys = np.stack([batch.logit_row, *sampling.keys(tokens)])
+    if not keys[1:].any():
         return batch
-    rows, first, logit_row = np.unique(
-        np.stack([batch.logit_row, keys]), axis=1, return_index=True, return_inverse=True
-    )
+    rows, first, logit_row = np.unique(keys, axis=1, return_index=True, return_inverse=True)
     arrays = {name: getattr(batch, name)[rows[0]] for name in ("read", "target", "inv_temperature")}
-    of_rows = sets.rows(tokens[first])
-    support = Support(of_rows.values, of_rows.offsets)
+    support = sampling.support_of(tokens[first])
     return replace(batch, **arrays, logit_row=logit_row.reshape(-1).astype(np.int32), support=support)
 
 
@@ -329,7 +326,7 @@ def pack(
     columns = (ids, trainable, _contiguous(sequences.inv_temperature, np.float32), cu)
     plan = (length, own_step, placement.row, placement.order, rows, placement.shared)
     rows_of_rank = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
-    layout = Layout(**rows_of_rank, images=sequences.images, keys=keys, support=sequences.support)
+    layout = Layout(**rows_of_rank, images=sequences.images, keys=keys, sampling=RecordedSampling.of(sequences))
     idle |= masked & (groups.terms == 0)
     by_term = _by_term(sequences, groups, layout, trace, per_token)
     packed = _Packing(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment import store
 from tracegrad.alignment.mismatch import empty_report
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.errors import ArgumentError, FormatError, ReadError
@@ -207,6 +208,7 @@ def concatenate(parts: Sequence[tuple[Sequences, NDArray[np.integer]]]) -> Seque
         alignment_report=empty_report(),
         images=ImageSpans.concatenate([(selection.images(), int(selection.count.sum())) for selection in selections]),
         support=TokenSets.concatenate([selection.support() for selection in selections]),
+        penalties=Penalties.concatenate([selection.penalties() for selection in selections]),
     )
 
 
@@ -238,6 +240,11 @@ class _Runs:
         cu = self.sequences.cu_seqlens
         tokens = [np.arange(cu[a], cu[b]) for a, b in self.branches]
         return self.sequences.support, np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
+
+    def penalties(self) -> tuple[Penalties | None, NDArray[np.int64]]:
+        cu = self.sequences.cu_turns
+        turns = [np.arange(cu[a], cu[b]) for a, b in self.traces]
+        return self.sequences.penalties, np.concatenate(turns) if turns else np.zeros(0, np.int64)
 
     def turns(self, name: str) -> list[Array]:
         column, cu = getattr(self.sequences, name), self.sequences.cu_turns

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.mismatch import empty_report
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError, FormatError, TracegradError
 from tracegrad.storage import safetensors_file
@@ -242,6 +243,7 @@ def subset(sequences: Sequences, rows: Sequence[int] | NDArray[Any]) -> tuple[Se
         extras={},
         images=sequences.images and sequences.images.take(branches),
         support=sequences.support and sequences.support.take(tokens),
+        penalties=Penalties.concatenate([(sequences.penalties, np.concatenate([np.zeros(0, np.int64), *turns]))]),
     ), tokens
 
 

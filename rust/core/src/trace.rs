@@ -178,9 +178,11 @@ pub struct Generation {
     pub cumulative_logprob: Option<f64>,
     /// Further integers per token: routed experts, sampling masks.
     pub extras: Vec<Extra>,
-    /// Bits of the sampling options (`sampling::OPTIONS`) that the sampling masks replay. The logprobs are then those of
-    /// the distribution over the masks. `align` sets it.
+    /// Bits of the sampling options (`sampling::OPTIONS`) that sampling masks and penalties replay. The logprobs are then
+    /// those of the sampled distribution. `align` sets it.
     pub replayed: Option<u32>,
+    /// The penalties and biases that the logprobs include. `align` sets them.
+    pub penalties: Option<Box<Penalties>>,
     /// Observations of the reader about how the generation was recorded.
     pub notes: Vec<Note>,
     /// The server that produced it, if the record names it.
@@ -211,11 +213,25 @@ impl Default for Generation {
             cumulative_logprob: None,
             extras: Vec::new(),
             replayed: None,
+            penalties: None,
             notes: Vec::new(),
             server: None,
             request: None,
         }
     }
+}
+
+/// Changes of logits by the tokens before, and by the request, as vLLM makes them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Penalties {
+    /// Divides positive and multiplies negative logits of ids in the prompt or the answer so far; 1 is off.
+    pub repetition: f32,
+    /// Subtracted from logits of ids in the answer so far.
+    pub presence: f32,
+    /// Subtracted from logits of ids in the answer so far, for each time that they occur.
+    pub frequency: f32,
+    /// (id, what is added to its logit before the penalties), ascending by id.
+    pub bias: Vec<(u32, f32)>,
 }
 
 /// The prompt of a generation, as far as it was recorded.

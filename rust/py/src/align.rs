@@ -97,6 +97,7 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("temperature", aligned.temperature.into_pyarray(py))?;
     arrays.set_item("reshaped", aligned.sampling_flags.into_pyarray(py))?;
     arrays.set_item("replayed", aligned.replayed_flags.into_pyarray(py))?;
+    arrays.set_item("penalties", penalties(py, aligned.penalties)?)?;
     arrays.set_item("ending", aligned.ending.into_pyarray(py))?;
     let extras = PyDict::new(py);
     for column in aligned.extras {
@@ -124,6 +125,22 @@ fn to_dict(py: Python<'_>, aligned: Aligned) -> PyResult<Bound<'_, PyDict>> {
     arrays.set_item("servers", aligned.servers)?;
     arrays.set_item("errors", aligned.errors.iter().map(ToString::to_string).collect::<Vec<_>>())?;
     Ok(arrays)
+}
+
+/// Returns the arrays of `Penalties` by name; `None` if no generation has any.
+fn penalties(py: Python<'_>, columns: align::PenaltyColumns) -> PyResult<Option<Bound<'_, PyDict>>> {
+    if columns.generation.is_empty() {
+        return Ok(None);
+    }
+    let arrays = PyDict::new(py);
+    arrays.set_item("generation", columns.generation.into_pyarray(py))?;
+    arrays.set_item("repetition", columns.repetition.into_pyarray(py))?;
+    arrays.set_item("presence", columns.presence.into_pyarray(py))?;
+    arrays.set_item("frequency", columns.frequency.into_pyarray(py))?;
+    arrays.set_item("bias_ends", columns.bias_ends.into_pyarray(py))?;
+    arrays.set_item("bias_ids", columns.bias_ids.into_pyarray(py))?;
+    arrays.set_item("bias", columns.bias.into_pyarray(py))?;
+    Ok(Some(arrays))
 }
 
 /// Returns the arrays of `Images` by name, with the digests and sizes of the images; `None` if there are no images.

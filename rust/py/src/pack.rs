@@ -4,7 +4,9 @@ use crate::bool_array::Flags;
 use crate::border::without_gil;
 use numpy::{Element, IntoPyArray, PyArray1, PyArrayMethods, PyReadonlyArray1};
 use pyo3::prelude::*;
-use tracegrad_core::pack::{self, Branches, Cost, Gather, PackRequest, Plan, RowUnit, Tokens, TooLong};
+use tracegrad_core::pack::{
+    self, Branches, Cost, Gather, PackRequest, Penalized, Plan, RowUnit, Targets, Tokens, TooLong,
+};
 use tracegrad_core::{Error, Kind};
 
 type Column<'py, T> = Bound<'py, PyArray1<T>>;
@@ -211,6 +213,68 @@ fn pack_lay<'py>(
     })
 }
 
+/// The penalties of generations: `Penalties` in Python, by attribute.
+#[derive(FromPyObject)]
+struct PlainPenalties<'py> {
+    repetition: PyReadonlyArray1<'py, f32>,
+    presence: PyReadonlyArray1<'py, f32>,
+    frequency: PyReadonlyArray1<'py, f32>,
+    bias_ends: PyReadonlyArray1<'py, i64>,
+    bias_ids: PyReadonlyArray1<'py, i32>,
+    bias: PyReadonlyArray1<'py, f32>,
+}
+
+/// The changed logits of trained tokens, a dict in Python.
+#[derive(IntoPyObject)]
+struct LogitChanges<'py> {
+    offsets: Column<'py, i64>,
+    ids: Column<'py, i32>,
+    before: Column<'py, f32>,
+    factor: Column<'py, f32>,
+    after: Column<'py, f32>,
+}
+
+/// Returns the changed logits of trained tokens, and all ids of those with support.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a border of arrays")]
+fn pack_penalties<'py>(
+    py: Python<'py>,
+    ids: PyReadonlyArray1<'py, i32>,
+    cu_seqlens: PyReadonlyArray1<'py, i64>,
+    turn: PyReadonlyArray1<'py, i32>,
+    penalties: PlainPenalties<'py>,
+    tokens: PyReadonlyArray1<'py, i64>,
+    of_tokens: PyReadonlyArray1<'py, i32>,
+    offsets: PyReadonlyArray1<'py, i64>,
+    support: PyReadonlyArray1<'py, i32>,
+) -> PyResult<LogitChanges<'py>> {
+    let of = Penalized {
+        ids: ids.as_slice()?,
+        cu_seqlens: cu_seqlens.as_slice()?,
+        turn: turn.as_slice()?,
+        repetition: penalties.repetition.as_slice()?,
+        presence: penalties.presence.as_slice()?,
+        frequency: penalties.frequency.as_slice()?,
+        bias_ends: penalties.bias_ends.as_slice()?,
+        bias_ids: penalties.bias_ids.as_slice()?,
+        bias: penalties.bias.as_slice()?,
+    };
+    let targets = Targets {
+        tokens: tokens.as_slice()?,
+        penalties: of_tokens.as_slice()?,
+        offsets: offsets.as_slice()?,
+        support: support.as_slice()?,
+    };
+    let out = without_gil(py, Kind::Fault, "packing", || pack::changes(of, targets))?;
+    Ok(LogitChanges {
+        offsets: out.offsets.into_pyarray(py),
+        ids: out.ids.into_pyarray(py),
+        before: out.before.into_pyarray(py),
+        factor: out.factor.into_pyarray(py),
+        after: out.after.into_pyarray(py),
+    })
+}
+
 /// A column of tokens or branches.
 #[derive(FromPyObject)]
 enum Values<'py> {
@@ -271,5 +335,6 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(pack_measure, module)?)?;
     module.add_function(wrap_pyfunction!(pack_place, module)?)?;
     module.add_function(wrap_pyfunction!(pack_lay, module)?)?;
+    module.add_function(wrap_pyfunction!(pack_penalties, module)?)?;
     module.add_function(wrap_pyfunction!(pack_gather, module)?)
 }

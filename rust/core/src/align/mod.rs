@@ -31,7 +31,7 @@ pub use crate::findings::{Finding, NAMES, Reason, USAGE_SLACK};
 pub use conversation::Conversation;
 pub use extras::{Column, NO_VALUE};
 pub use images::{ImageRule, Images};
-pub use output::Aligned;
+pub use output::{Aligned, PenaltyColumns};
 pub use resolve::{RecoveredTokens, recover};
 pub use types::{Merge, Mode, Options};
 

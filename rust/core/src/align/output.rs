@@ -9,7 +9,7 @@ use super::types::{self, Options};
 use crate::error::{Error, Location};
 use crate::findings::Finding;
 use crate::pool;
-use crate::trace::{Prompt, Trace};
+use crate::trace::{Penalties, Prompt, Trace};
 use std::collections::{BTreeMap, HashMap};
 
 /// The arrays of `Sequences`. DESIGN.md lists the shapes.
@@ -37,6 +37,7 @@ pub struct Aligned {
     pub temperature: Vec<f32>,
     pub sampling_flags: Vec<u32>,
     pub replayed_flags: Vec<u32>,
+    pub penalties: PenaltyColumns,
     pub ending: Vec<u8>,
     pub extras: Vec<Column>,
     pub images: Images,
@@ -97,6 +98,9 @@ impl Aligned {
             self.rewards.push(value.unwrap_or(f32::NAN));
         }
         for generation in &trace.generations {
+            if let Some(penalties) = &generation.penalties {
+                self.penalties.push(self.turn_rewards.len(), penalties);
+            }
             let message = trace.messages.get(generation.message as usize);
             self.turn_rewards.push(message.and_then(|message| message.reward).unwrap_or(f32::NAN));
         }
@@ -119,6 +123,33 @@ impl Aligned {
         }
         self.sampling_flags.push(changed);
         self.replayed_flags.push(replayed);
+    }
+}
+
+/// The generations with penalties, ascending, and their `trace::Penalties`.
+#[derive(Debug, Default)]
+#[allow(missing_docs, reason = "documented once, at Penalties in Python")]
+pub struct PenaltyColumns {
+    pub generation: Vec<i64>,
+    pub repetition: Vec<f32>,
+    pub presence: Vec<f32>,
+    pub frequency: Vec<f32>,
+    pub bias_ends: Vec<i64>,
+    pub bias_ids: Vec<i32>,
+    pub bias: Vec<f32>,
+}
+
+impl PenaltyColumns {
+    fn push(&mut self, generation: usize, penalties: &Penalties) {
+        self.generation.push(generation as i64);
+        self.repetition.push(penalties.repetition);
+        self.presence.push(penalties.presence);
+        self.frequency.push(penalties.frequency);
+        for &(id, bias) in &penalties.bias {
+            self.bias_ids.push(i32::try_from(id).unwrap_or(i32::MAX));
+            self.bias.push(bias);
+        }
+        self.bias_ends.push(self.bias.len() as i64);
     }
 }
 

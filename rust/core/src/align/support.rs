@@ -8,6 +8,9 @@
 //! - logprobs over the whole vocabulary (raw, or SGLang's): the options are applied to the list in vLLM's order, min-p,
 //!   top-k, top-p. The logprob of the token becomes that over its support.
 //!
+//! Penalties and logit_bias do not exclude ids: they change logits by what stands before a token, which is known if the
+//! ids of the prompt are recorded. With processed logprobs of vLLM they are passed on, for the trainer to apply.
+//!
 //! What rounding could decide either way is not proven. A token whose support is not proven has no logprob, if that of
 //! other tokens of its generation is; else the generation is left as it is, and its options count as not replayed.
 
@@ -15,7 +18,7 @@ use super::types::{Mode, Options};
 use crate::findings::Reason;
 use crate::sampling::{OPTIONS, TOP_P};
 use crate::server::Server;
-use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Note, TopLogprobs, Trace};
+use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Note, Penalties, Prompt, TopLogprobs, Trace};
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -35,6 +38,8 @@ const EXCLUDING: [&str; 12] = [
     "allowed_token_ids",
     "bad_words",
 ];
+/// Options that change logits without excluding ids.
+const PENALIZING: [&str; 4] = ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"];
 /// Options whose effect is computed from logprobs over the whole vocabulary.
 const COMPUTED: [&str; 3] = ["top_p", "top_k", "min_p"];
 /// Two scores or shares that differ by less may compare either way in a server, which computes in float32.
@@ -49,19 +54,65 @@ pub fn with_support(trace: &Arc<Trace>, options: Options) -> Arc<Trace> {
     let is_listed = |generation: &Generation| {
         generation.tokens.top.is_some() || generation.extras.iter().any(|extra| extra.name == MASK)
     };
-    if !trace.generations.iter().any(is_listed) {
+    let is_penalized = |generation: &Generation| generation.options.active_bits() & bits_of(&PENALIZING) != 0;
+    if !trace.generations.iter().any(|generation| is_listed(generation) || is_penalized(generation)) {
         return trace.clone();
     }
     let mut result = Trace::clone(trace);
-    for generation in result.generations.iter_mut().filter(|generation| is_listed(generation)) {
-        let found = if options.mode == Mode::Splice { find(generation, options) } else { None };
+    let is_splice = options.mode == Mode::Splice;
+    for generation in &mut result.generations {
+        let found = if is_splice && is_listed(generation) { find(generation, options) } else { None };
         generation.extras.retain(|extra| extra.name != MASK);
         generation.tokens.top = None;
+        let penalties = if is_splice && trace.images.is_empty() { penalties_of(generation, options) } else { None };
         if let Some(found) = found {
             found.apply(generation);
         }
+        if let Some(penalties) = penalties {
+            let bits = options.changed_sampling_options(generation) & bits_of(&PENALIZING);
+            generation.replayed = Some(generation.replayed.unwrap_or(0) | bits);
+            generation.penalties = Some(Box::new(penalties));
+        }
     }
     Arc::new(result)
+}
+
+/// Returns the penalties of a generation whose logprobs include them; `None` if there are none, or if they or the ids
+/// before the tokens are not known.
+fn penalties_of(generation: &Generation, options: Options) -> Option<Penalties> {
+    let active = options.changed_sampling_options(generation) & bits_of(&PENALIZING);
+    let has_prompt = matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. });
+    let is_vllm = generation.server.is_none_or(|server| server == Server::Vllm);
+    if active == 0 || !has_prompt || !is_vllm || options.kind(generation) != LogprobKind::Processed {
+        return None;
+    }
+    let value = |name: &str| {
+        if active & bits_of(&[name]) == 0 {
+            return Some(None);
+        }
+        generation.options.iter().find(|(option, _)| *option == name).map(|(_, value)| Some(value))
+    };
+    let of = |name: &str, neutral: f32| match value(name)? {
+        None => Some(neutral),
+        Some(value) => number(value).map(|number| number as f32),
+    };
+    let bias = match value("logit_bias")? {
+        None => Vec::new(),
+        Some(Value::Object(map)) => {
+            let pair = |(id, bias): (&String, &Value)| Some((id.parse().ok()?, number(bias)? as f32));
+            let mut pairs = map.iter().map(pair).collect::<Option<Vec<(u32, f32)>>>()?;
+            pairs.sort_by_key(|(id, _)| *id);
+            pairs
+        }
+        Some(_) => return None,
+    };
+    let penalties = Penalties {
+        repetition: of("repetition_penalty", 1.0)?,
+        presence: of("presence_penalty", 0.0)?,
+        frequency: of("frequency_penalty", 0.0)?,
+        bias,
+    };
+    Some(penalties).filter(|penalties| penalties.repetition > 0.0)
 }
 
 /// The support of the tokens of a generation.

@@ -3,7 +3,7 @@
 
 use super::{Aligned, NO_VALUE, Options, Reason, align};
 use crate::tokenizer::{Tokenizer, TokenizerConfig, example as tokenizer};
-use crate::trace::{Extra, ExtraStart, Generation, Message, Note, Prompt, Tokens, Trace, VersionSpan};
+use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Message, Note, Prompt, Tokens, Trace, VersionSpan};
 use serde_json::json;
 use std::sync::Arc;
 
@@ -125,10 +125,11 @@ fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
         first: ExtraStart::Sampled,
         shape: Vec::new(),
         ends: vec![2, 3],
-        values: vec![5, 9, 6],
+        values: vec![10, 9, 11],
     };
     let mut first = sampled(&[10, 11], Prompt::Ids(vec![5, 6]));
     first.extras = vec![experts(3, 0), mask];
+    first.logprob_kind = LogprobKind::Processed;
     let mut second = sampled(&[12], Prompt::Ids(vec![5, 6, 10, 11, 20]));
     second.extras = vec![experts(5, 100)];
     let result = aligned(vec![first, second]);
@@ -137,7 +138,7 @@ fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
     // Tokens 0 to 2 keep the rows of the first call, 3 and 4 get those of the second, and 5 has none.
     assert_eq!(routed.values, [0, 1, 2, 3, 4, 5, 106, 107, 108, 109, NO_VALUE, NO_VALUE]);
     assert_eq!(masks.offsets, [0, 0, 0, 2, 3, 3, 3]);
-    assert_eq!(masks.values, [5, 9, 6]);
+    assert_eq!(masks.values, [10, 9, 11]);
 }
 
 #[test]

@@ -11,9 +11,11 @@ mod bins;
 mod check;
 mod layout;
 mod measure;
+mod penalties;
 mod prefix;
 
 pub use assign::{Cost, Gain, PackRequest, Placement, place};
 pub use bins::BestFit;
 pub use layout::{Gather, Layout, Plan, Tokens, write_rows, write_rows_into};
 pub use measure::{BranchLengths, Branches, RowUnit, TooLong, measure};
+pub use penalties::{Changes, Penalized, Targets, changes};
