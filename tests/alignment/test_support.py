@@ -181,6 +181,11 @@ def test_a_recorded_mask_counts_if_the_logprobs_are_those_over_it(tokenizer, kin
     assert options_on(int(sequences.reshaped[0])) == (() if is_replayed else ("top_p",))
     assert "sampling_mask" not in sequences.extras
 
+    # A token that was sampled from one id has the logprob 0, or the logprobs are not those over the masks.
+    choice["sampling_mask"] = [[choice["token_ids"][0]], *supports[1:]]
+    before = align(tokenizer, record)
+    assert (before.support, options_on(int(before.reshaped[0]))) == (None, ("top_p",))
+
     # A mask without the sampled id is not that of the token.
     choice["sampling_mask"] = [
         [i for i in row if n != 1 or i != choice["token_ids"][1]] for n, row in enumerate(supports)

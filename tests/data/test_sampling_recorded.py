@@ -188,6 +188,8 @@ def aligned(tokenizer, records, **options):
 @pytest.mark.parametrize("kind", ["raw", "processed"])
 def test_a_ratio_of_two_supports_is_refused_and_named_unless_it_is_accepted(tokenizer, request_, on, kind):
     sequences = aligned(tokenizer, rows(tokenizer, 4, kind, temperature=1.0, **request_))
+    if kind == "processed":  # processed logprobs include penalties, which the trainer replays
+        on = tuple(name for name in on if name not in ("repetition_penalty", "logit_bias"))
     assert [sampling.options_on(int(bits)) for bits in sequences.reshaped] == [on] * 4
     accepted = Config(data=Data(accept_truncated_sampling=True))
     assert check_ratios(sequences, presets.TOPR_POSITIVE, Config()) == []

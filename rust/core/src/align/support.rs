@@ -3,6 +3,8 @@
 //! With top-p, top-k or min-p a token is drawn from a part of the vocabulary. The record may list this part (a sampling
 //! mask), or the most probable ids with logprobs that contain all of it:
 //!
+//! - a sampling mask counts if the logprobs are processed. A token with a mask of one id must have the logprob 0; if not,
+//!   the server computed logprobs before it applied the mask.
 //! - processed logprobs: an id that could not be drawn has the logprob -inf. The list is sorted, so it is complete if it
 //!   contains such an id, or if no further id can have the mass that the options require.
 //! - logprobs over the whole vocabulary (raw, or SGLang's): the options are applied to the list in vLLM's order, min-p,
@@ -46,6 +48,8 @@ const COMPUTED: [&str; 3] = ["top_p", "top_k", "min_p"];
 const ROUNDING: f64 = 1e-5;
 /// Absolute error of the sum of a distribution that was computed in float32.
 const SUM_ROUNDING: f64 = 2e-6;
+/// The lowest logprob of a token that was the only one to be drawn from: 0, with rounding.
+const SURE: f32 = -1e-3;
 /// vLLM raises lower temperatures to this one, and treats 0 as greedy.
 const MIN_TEMPERATURE: f32 = 0.01;
 
@@ -174,6 +178,9 @@ fn find(generation: &Generation, options: Options) -> Option<Found> {
             },
             _ => None,
         };
+        if mask.is_some() && support.as_ref().is_some_and(|(kept, over)| kept.len() == 1 && *over < SURE) {
+            return None; // the logprobs are over more ids than the mask
+        }
         if let Some((kept, over_support)) = support {
             known += usize::from(!kept.is_empty());
             found.ids.extend(kept.iter().map(|&id| i32::try_from(id).unwrap_or(i32::MAX)));
