@@ -172,6 +172,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", list(SAME))
+@pytest.mark.first_cases(3)
 def test_two_updates_on_one_batch_are_those_of_trl_itself(case, start, tokenizer, tmp_path):
     objective, options = SAME[case]
     args = config(tmp_path, start.data.traces, num_iterations=2, max_steps=2, lr_scheduler_type="constant", **options)

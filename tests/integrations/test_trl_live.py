@@ -142,7 +142,8 @@ def rollouts(tokenizer, lacking=()):
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 
 
-@pytest.mark.parametrize("missing", [(), (1, 6)])
+@pytest.mark.parametrize("missing", [(1, 6), ()])
+@pytest.mark.first_cases(1)
 def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing, start, tmp_path):
     rollout = rollouts(start.tokenizer, missing)
     options = {"loss_type": "dapo", "epsilon_high": 0.28, **TRUNCATED}

@@ -169,6 +169,7 @@ class Overtaken(PolicyServer):
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.first_cases(1)
 def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path, where):
     """With staleness 1 four groups are begun; two of the three others are step 1, whose push overtakes call 1."""
     out = tmp_path / "run"
