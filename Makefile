@@ -32,6 +32,9 @@ USES_TORCH := $(addprefix tests/,model/test_policy.py model/test_policy_loss.py 
 FUZZERS := records events templates tokenizers shards checkpoints tables prepared images bodies addresses scores
 parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 
+# uv installs packages without bytecode: Python has to keep it, or each process compiles torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt

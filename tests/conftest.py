@@ -1,6 +1,7 @@
 """Options of the suite and the folder of the example on the path."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items):
             cases[item.path, item.originalname] += 1
             if cases[item.path, item.originalname] > mark.args[0]:
                 item.add_marker("nightly")
+
+
+def pytest_collection_finish():
+    """Take what collecting has made, thousands of tests and all of torch, out of each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):

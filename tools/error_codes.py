@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -82,6 +83,7 @@ class Cause:
     path: str
 
 
+@cache
 def causes() -> list[Cause]:
     """Return every cause in the code, in the order of codes."""
     return sorted([*_python(), *_rust()], key=lambda cause: cause.code)
@@ -90,13 +92,14 @@ def causes() -> list[Cause]:
 def _python() -> Iterator[Cause]:
     for path in sorted((ROOT / "python").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(tree))
         names = {}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Call):
                 for each in node.args[:2]:
                     names[id(first_operand(each))] = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
+        inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
             message = template(node) if id(node) not in inside else ""
             if match := CODE.match(message):
                 text = message[match.end() :].removeprefix(": ")

@@ -531,7 +531,12 @@ def _file_of(module: ModuleType) -> Path:
 
 def _put_first_on_path(folder: Path) -> None:
     """Put a folder first on the import path, and unload same-named modules from other users' folders."""
-    for name, module in list(sys.modules.items()):
+    try:
+        entries = os.listdir(folder)
+    except OSError:  # Python imports nothing from a folder that it cannot list.
+        entries = []
+    for name in {entry.removesuffix(".py") for entry in entries} & sys.modules.keys():
+        module = sys.modules[name]
         module_folder = _file_of(module).parent if isinstance(module, ModuleType) else folder
         is_shadowed = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
         if is_shadowed and module_folder != folder and (module_folder in _folders or module_folder.parent in _folders):

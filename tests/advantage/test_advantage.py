@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from peer_code import trl_advantages
 from tracegrad.advantage import (
     a_star,
     batch_mean,
@@ -106,6 +105,8 @@ def test_no_traces_have_no_advantages():
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 def test_trl_normalises_groups_the_same_way(scale):
+    from peer_code import trl_advantages
+
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(48, generator=generator)
     rewards[:8] = 0.3  # all equal

@@ -336,8 +336,8 @@ def test_every_recorded_token_is_trained_or_counted_by_a_finding_of_its_turn(gen
         }
         known = here & (found.alignment_level <= 4) & (found.source == 2)
         # A turn stands once with its own tokens; later branches repeat it untrained.
-        starts = found.cu_seqlens[:-1]  # none if the whole trace is left out
-        first = starts[np.add.reduceat(known, starts) > 0][:1] if len(starts) else starts
+        starts = found.cu_seqlens[:-1]  # a trace that is left out whole has no branch, or an empty one
+        first = starts[np.add.reduceat(known, starts) > 0][:1] if len(known) else starts[:0]
         held = (
             int(known[first[0] : found.cu_seqlens[np.searchsorted(found.cu_seqlens, first[0], "right")]].sum())
             if len(first)

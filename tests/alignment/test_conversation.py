@@ -57,7 +57,7 @@ def play(talk, messages, sampled):
 
 
 @pytest.mark.skipif(not TEMPLATES, reason="shared/data/templates is not there")
-@pytest.mark.parametrize("one_of", [4, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("one_of", [8, pytest.param(1, marks=pytest.mark.nightly)])
 def test_prompts_are_those_of_transformers_where_what_was_sampled_is_canonical(tmp_path, one_of):
     outcomes = Counter()
     for number, path in enumerate(TEMPLATES[::one_of]):

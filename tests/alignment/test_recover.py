@@ -82,13 +82,18 @@ def test_no_id_is_wrong(recorded, recovered):
     assert (recovered.reason[~recovered.is_known] > 0).all()
 
 
-def test_what_an_exhaustive_search_determines_is_recovered_and_nothing_else(recorded, recovered, vocabulary):
+@pytest.mark.parametrize("one_of", [3, pytest.param(1, marks=pytest.mark.nightly)])
+def test_what_an_exhaustive_search_determines_is_recovered_and_nothing_else(recorded, recovered, vocabulary, one_of):
     oracle = Oracle(*vocabulary)
-    at = determined = 0
-    for record in recorded:
+    at = 0
+    for number, record in enumerate(recorded):
         shows = shows_specials(record, vocabulary)
         for call, choice in zip(record["calls"], choices(record), strict=True):
             texts = [entry["token"] for entry in choice["logprobs"]["content"]]
+            ours = recovered.ids[at : at + len(texts)].tolist()
+            at += len(texts)
+            if number % one_of:
+                continue
             stop = choice.get("stop_reason")
             found = oracle.possible(
                 texts,
@@ -97,14 +102,11 @@ def test_what_an_exhaustive_search_determines_is_recovered_and_nothing_else(reco
                 skips_specials=call["request"]["skip_special_tokens"],
                 goes_on=choice["finish_reason"] != "length",
             )
-            ours = recovered.ids[at : at + len(texts)].tolist()
             assert all(found), (record["id"], texts)
             assert ours == [next(iter(ids)) if len(ids) == 1 else -1 for ids in found], record["id"]
             assert all(true in ids for true, ids in zip(choice["token_ids"], found, strict=True)), record["id"]
-            determined += sum(len(ids) == 1 for ids in found)
-            at += len(texts)
     assert at == len(recovered.ids)
-    assert determined == recovered.is_known.sum()
+    assert np.array_equal(recovered.is_known, recovered.ids >= 0)
 
 
 def test_of_the_trained_example_nearly_all_is_recovered_and_nothing_wrong(example, tokenizer):

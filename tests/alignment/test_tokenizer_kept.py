@@ -54,7 +54,7 @@ def folders():
 
 
 @pytest.mark.parametrize("folder", folders(), ids=lambda folder: folder.name)
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_second_load_says_what_the_first_one_said(folder, kept):
     plain = tg.Tokenizer.from_pretrained(folder, cache=False)
     assert not kept.exists(), "nothing is kept unless it is wanted"

@@ -113,9 +113,9 @@ def waiting():
     return process
 
 
-def test_the_table_of_exit_codes_is_true(tmp_path):
-    traces = tmp_path / "t.jsonl.zst"
-    shutil.copy(MODEL.parent / "traces.jsonl.zst", traces)
+def test_the_table_of_exit_codes_is_true(tmp_path, group):
+    traces = tmp_path / "t.jsonl"
+    shutil.copy(group, traces)
     quick = ["--logprob-kind", "raw"]
     found = {0: "done", 1: "training would be wrong", 2: "no such flag", 130: "", 141: "", 143: ""}
     assert set(table()) == set(found) == {*ExitCode}

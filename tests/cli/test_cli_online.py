@@ -190,7 +190,7 @@ def test_a_key_is_read_from_its_file(folder, capsys):
         ({"agent": None, "rewards": "shop_clerk.py:one", "tools": ["shop_clerk.py:price"]}, {"one"}),
     ],
 )
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_every_way_to_play_can_be_named(folder, server, told, first):
     path = written(folder, servers=[server.url], out="o", **told)
     quick = ["--online.steps", "1", "--rollout.group_size", "2", "--train.groups_per_step", "1"]

@@ -244,12 +244,13 @@ def messages():
 
 
 def test_errors_of_commands_name_flags_and_no_arguments_of_python():
-    found = {as_flags(text): path.name for path, text in messages()}
+    texts = list(messages())
+    found = {as_flags(text): path.name for path, text in texts}
     wrong = [(name, text) for text, name in found.items() if ARGUMENT.search(re.sub("|".join(OTHERS), "", text))]
     assert wrong == [], wrong
     # A text that no error has any more is no text to be changed.
     core = [path.read_text().replace('\\"', '"') for path in (ROOT / "rust" / "core" / "src").rglob("*.rs")]
-    every = "\n".join([*(text for _, text in messages()), *core])
+    every = "\n".join([*(text for _, text in texts), *core])
     gone = [argument for argument in AS_FLAGS if argument not in every]
     assert gone == [], gone
 

@@ -39,7 +39,10 @@ OF_VERBS = {
 }
 """Verbs that reach the errors of a file; the file, or the folder that holds it."""
 OF_OTHER_PROGRAMS = {"--api-key", "--middleware", "--logprobs-mode", "--served-model-name", "--tokenizer", "--to"}
-CAUSES = [cause for cause in error_codes.causes() if cause.path.startswith("python/")]
+
+
+def causes():
+    return [cause for cause in error_codes.causes() if cause.path.startswith("python/")]
 
 
 def flags_in(text):
@@ -50,7 +53,7 @@ def flags_in(text):
 
 def test_every_flag_of_an_error_is_one_of_the_verbs_that_raise_it():
     wrong, seen = [], set()
-    for cause in CAUSES:
+    for cause in causes():
         place = cause.path.removeprefix("python/tracegrad/")
         verbs = next((verbs for start, verbs in OF_VERBS.items() if place.startswith(start)), None)
         for flag in flags_in(cause.message):
@@ -63,7 +66,7 @@ def test_every_flag_of_an_error_is_one_of_the_verbs_that_raise_it():
 
 def test_flags_of_commands_that_a_message_spells_exist():
     found = 0
-    for cause in CAUSES:
+    for cause in causes():
         for verb, rest in re.findall(r"`?tracegrad (\w+)`?([^.;]*)", cause.message):
             for flag in FLAG.findall(rest) if verb in FLAGS else ():
                 found += 1
@@ -72,7 +75,7 @@ def test_flags_of_commands_that_a_message_spells_exist():
 
 
 def test_what_the_command_line_makes_of_an_error_are_flags_that_exist():
-    for cause in CAUSES:
+    for cause in causes():
         flags = set(FLAG.findall(as_flags(cause.message))) - OF_OTHER_PROGRAMS
         assert {flag for flag in flags if flag != "--map"} <= OURS, cause.code
 

@@ -10,6 +10,7 @@ called on a value is no import. Python: every import statement, also within a fu
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 Imports = dict[str, set[str]]
@@ -108,6 +109,7 @@ def _file(path: list[str], module: tuple[str, ...], files: dict[tuple[str, ...],
     return files.get(here)
 
 
+@cache
 def python_imports(package: Path) -> Imports:
     """The imports among the files of a package, by paths beneath it; its own `__init__.py` is left out."""
     files = {path.relative_to(package.parent).with_suffix("").parts: path for path in sorted(package.rglob("*.py"))}

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from aiohttp import web
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -229,6 +228,8 @@ class PolicyServer:
 
     def _adapt(self, lora_name, lora_path):
         """Each adapter is merged into a model of its own."""
+        from peft import PeftModel
+
         self.known.append(PeftModel.from_pretrained(copy.deepcopy(self.model), lora_path).merge_and_unload().eval())
         late = self.mistake == "before" and len(self.known) > 1
         if self.mistake == "scaled":

@@ -5,6 +5,7 @@ import importlib
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tracegrad as tg
 from tiny import ONE_STEP, sampled, tiny_model
@@ -40,8 +40,12 @@ LR = 3.0
 GROUP = 4
 
 
-class OnTraces(FromTraces, GRPOTrainer):
-    """GRPOTrainer as a user would write it."""
+@cache
+def on_traces():
+    """Return GRPOTrainer as a user would write it. Collecting the tests does not import TRL."""
+    from trl import GRPOTrainer
+
+    return type("OnTraces", (FromTraces, GRPOTrainer), {})
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +71,10 @@ def tokenizer(example):
     return AutoTokenizer.from_pretrained(example / "model")
 
 
-def config(folder, traces, accumulate=1, kind=GRPOConfig, **changes):
+def config(folder, traces, accumulate=1, kind=None, **changes):
+    from trl import GRPOConfig
+
+    kind = kind or GRPOConfig
     defaults = {
         **ONE_STEP,
         "per_device_train_batch_size": traces // accumulate,
@@ -90,8 +97,10 @@ def run(make, args, model, *rest, **kwargs):
 
 def trls_own(start, tokenizer, args, *, with_ratio=True):
     """GRPOTrainer by itself on the same tokens, through `rollout_func`."""
-    data, groups = start.data, start.data.traces // GROUP
     from datasets import Dataset
+    from trl import GRPOTrainer
+
+    data, groups = start.data, start.data.traces // GROUP
 
     def rollout(prompts, trainer):
         seen, out = {}, {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "trace": []}
@@ -126,7 +135,7 @@ def trls_own(start, tokenizer, args, *, with_ratio=True):
 
 def ours(start, tokenizer, args, **kwargs):
     return run(
-        OnTraces,
+        on_traces(),
         args,
         start.model,
         sequences=start.data,
@@ -163,6 +172,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("case", list(SAME))
+@pytest.mark.first_cases(3)
 def test_two_updates_on_one_batch_are_those_of_trl_itself(case, start, tokenizer, tmp_path):
     objective, options = SAME[case]
     args = config(tmp_path, start.data.traces, num_iterations=2, max_steps=2, lr_scheduler_type="constant", **options)
@@ -254,9 +264,9 @@ def test_a_loss_of_ones_own_takes_the_built_in_ones_step_in_trl_in_transformers_
     assert_same_step(ours(branched, tokenizer, args, objective=objective), expected, branched, rtol=1e-6, atol=1e-6)
     assert_same_step(own_step(branched, objective), expected, branched, rtol=1e-6, atol=1e-6)
     loss = TraceLoss(branched.data, branched.advantages, objective)
-    args = config(tmp_path, branched.data.traces, 2, TrainingArguments)
+    args = config(tmp_path, branched.data.traces, 2, transformers.TrainingArguments)
     told = {"train_dataset": loss.dataset, "data_collator": loss.collate, "compute_loss_func": loss}
-    assert_same_step(run(Trainer, args, branched.model, **told), expected, branched, rtol=1e-6, atol=1e-6)
+    assert_same_step(run(transformers.Trainer, args, branched.model, **told), expected, branched, rtol=1e-6, atol=1e-6)
 
 
 CUTS = [*(pytest.param(parts, marks=pytest.mark.nightly) for parts in (1, 2)), 4]
@@ -300,7 +310,7 @@ def test_each_epoch_takes_each_trace_once(start, tokenizer, tmp_path):
 def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_path):
     def build(objective=presets.DAPO, missing_logprobs="mask", **changes):
         args = config(tmp_path, start.data.traces, **changes)
-        return OnTraces(
+        return on_traces()(
             copy.deepcopy(start.model),
             args,
             start.data,
@@ -334,10 +344,12 @@ PLAIN["a constant"] = replace(presets.DAPO, reduce=Reduce("constant", norm=100.0
 @pytest.mark.first_cases(2)
 def test_a_step_of_a_plain_trainer_is_that_of_our_learner_however_it_is_cut(name, accumulate, branched, tmp_path):
     loss = TraceLoss(branched.data, branched.advantages, PLAIN[name])
-    args = config(tmp_path, branched.data.traces, accumulate, TrainingArguments)
+    args = config(tmp_path, branched.data.traces, accumulate, transformers.TrainingArguments)
 
     def make(model, **kwargs):
-        return Trainer(model, train_dataset=loss.dataset, data_collator=loss.collate, compute_loss_func=loss, **kwargs)
+        return transformers.Trainer(
+            model, train_dataset=loss.dataset, data_collator=loss.collate, compute_loss_func=loss, **kwargs
+        )
 
     trainer = run(make, args, branched.model)
     assert_same_step(trainer, own_step(branched, PLAIN[name]), branched, rtol=1e-6, atol=1e-6)

@@ -4,6 +4,7 @@ import copy
 import importlib
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
 
 import tracegrad as tg
 from tiny import ONE_STEP
@@ -28,8 +27,12 @@ NO_WEIGHT = {"weights": (), "rejections": ()}
 GRPO, DAPO = (replace(preset, **NO_WEIGHT) for preset in (presets.GRPO, presets.DAPO))
 
 
-class Live(WithObjective, GRPOTrainer):
-    """GRPOTrainer as a user would write it."""
+@cache
+def trainers():
+    """Return TRL's trainer and ours as a user would write it. Collecting the tests does not import TRL."""
+    from trl import GRPOTrainer
+
+    return {"trl": GRPOTrainer, "ours": type("Live", (WithObjective, GRPOTrainer), {})}
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,8 @@ def reward(completion_ids, **_):
 
 
 def config(folder, accumulate=1, **changes):
+    from trl import GRPOConfig
+
     fixed: dict[str, Any] = {
         **ONE_STEP,
         "learning_rate": LR,
@@ -63,9 +68,11 @@ def config(folder, accumulate=1, **changes):
 
 def trained(kind, start, args, *, with_ratio=False, **options) -> Any:
     """A trainer after training a copy of the model with SGD; `with_ratio` has TRL form its ratio without a vLLM."""
+    from datasets import Dataset
+
     model = copy.deepcopy(start.model)
     model.config._name_or_path = start.folder
-    trainer = kind(
+    trainer = trainers()[kind](
         model,
         reward,
         args=args,
@@ -106,8 +113,8 @@ def test_two_updates_on_what_it_generates_are_those_of_trls_own_loss(case, start
     objective, options = SAME[case]
     live = {"num_iterations": 2, "max_steps": 2, "learning_rate": 1.0}
     own = {name: value for name, value in options.items() if name == "beta"}
-    mine = trained(Live, start, config(tmp_path, **live, **own), objective=objective)
-    theirs = trained(GRPOTrainer, start, config(tmp_path, **live, **options))
+    mine = trained("ours", start, config(tmp_path, **live, **own), objective=objective)
+    theirs = trained("trl", start, config(tmp_path, **live, **options))
     assert torch.equal(mine._buffered_inputs[0]["completion_ids"], theirs._buffered_inputs[0]["completion_ids"])
     assert_same_step(mine, theirs, start)
     rows, logged = mine.state.log_history, theirs.state.log_history[1]
@@ -135,18 +142,19 @@ def rollouts(tokenizer, lacking=()):
 TRUNCATED = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 
 
-@pytest.mark.parametrize("missing", [(), (1, 6)])
+@pytest.mark.parametrize("missing", [(1, 6), ()])
+@pytest.mark.first_cases(1)
 def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing, start, tmp_path):
     rollout = rollouts(start.tokenizer, missing)
     options = {"loss_type": "dapo", "epsilon_high": 0.28, **TRUNCATED}
-    theirs = trained(GRPOTrainer, start, config(tmp_path, **options), rollout_func=rollout, with_ratio=True)
+    theirs = trained("trl", start, config(tmp_path, **options), rollout_func=rollout, with_ratio=True)
     told = {"objective": presets.DAPO, "missing_logprobs": "ratio_one", "rollout_func": rollout}
-    mine = trained(Live, start, config(tmp_path), with_ratio=True, **told)
+    mine = trained("ours", start, config(tmp_path), with_ratio=True, **told)
     assert_same_step(mine, theirs, start)
     assert mine.state.log_history[0]["tracegrad/missing"] == int(
         mine._buffered_inputs[0]["sampling_per_token_logps"].isnan()[mine._buffered_inputs[0]["tool_mask"].bool()].sum()
     )
-    unweighed = trained(Live, start, config(tmp_path), objective=DAPO, rollout_func=rollout)
+    unweighed = trained("ours", start, config(tmp_path), objective=DAPO, rollout_func=rollout)
     with pytest.raises(AssertionError, match="embed_tokens"):
         assert_same_step(unweighed, theirs, start)
 
@@ -173,7 +181,7 @@ WHOLE = {
 @pytest.mark.first_cases(2)
 def test_any_objective_takes_its_own_gradient_on_trls_tensors(name, accumulate, start, tmp_path):
     args, objective = config(tmp_path, accumulate), WHOLE[name]
-    trainer = trained(Live, start, args, objective=objective, rollout_func=rollouts(start.tokenizer))
+    trainer = trained("ours", start, args, objective=objective, rollout_func=rollouts(start.tokenizer))
     parts, model = trainer._buffered_inputs, copy.deepcopy(start.model)
     assert bool(objective.rejections) == (0 < trainer.state.log_history[0]["tracegrad/masked_fraction"] < 1)
     held = {key: torch.cat([part[key] for part in parts]) for key in parts[0] if getattr(parts[0][key], "ndim", 0)}
@@ -201,16 +209,18 @@ def test_any_objective_takes_its_own_gradient_on_trls_tensors(name, accumulate, 
 
 def test_completions_that_are_left_out_leave_a_micro_batch_without_terms(start, tmp_path):
     args = config(tmp_path, 16, mask_truncated_completions=True)
-    trainer = trained(Live, start, args, objective=GRPO)
+    trainer = trained("ours", start, args, objective=GRPO)
     sizes = [len(part["terms"].scale) for part in trainer._buffered_inputs]
     assert min(sizes) == 0 < max(sizes)
     assert np.isfinite(trainer.state.log_history[0]["loss"])
 
 
 def test_evaluation_is_trls_own(start, tmp_path):
+    from datasets import Dataset
+
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = trained(
-        Live, start, config(tmp_path, per_device_eval_batch_size=16), objective=GRPO, eval_dataset=dataset
+        "ours", start, config(tmp_path, per_device_eval_batch_size=16), objective=GRPO, eval_dataset=dataset
     )
     assert np.isfinite(trainer.evaluate()["eval_loss"])
     assert "terms" in trainer._buffered_inputs[0]
@@ -219,7 +229,7 @@ def test_evaluation_is_trls_own(start, tmp_path):
 def test_what_trl_would_not_give_or_not_read_is_refused_by_name(start, tmp_path):
     def build(objective=DAPO, **changes):
         rollout = changes.pop("rollout_func", None)
-        return trained(Live, start, config(tmp_path, **changes), objective=objective, rollout_func=rollout)
+        return trained("ours", start, config(tmp_path, **changes), objective=objective, rollout_func=rollout)
 
     with pytest.raises(ArgumentError, match=r"TG-INTEG-029.*w.*=.*old/rollout.*GRPOTrainer"):
         build(replace(DAPO, weights=(Weight(Ratio("old", "rollout")),)))

@@ -229,6 +229,7 @@ def test_attention_in_its_unfused_form_is_found():
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss"])
+@pytest.mark.first_cases(1)
 def test_caps_and_sinks_are_those_of_eager_attention(graphs, case, name):
     expected = logprobs_and_gradient(model_of(name, attn_implementation="eager"), case)
     model = model_of(name, attn_implementation="flex_attention")

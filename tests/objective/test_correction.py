@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer_code import trl_importance_ratio
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     Aggregation,
@@ -253,6 +252,8 @@ TRL_MODES = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mode", list(TRL_MODES))
 def test_weights_are_those_of_trls_importance_sampling(mode, dtype):
+    from peer_code import trl_importance_ratio
+
     weight, bounds = TRL_MODES[mode]
     generator = torch.Generator().manual_seed(7)
     rollout = -torch.rand(16, 30, generator=generator, dtype=dtype) * 3

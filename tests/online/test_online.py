@@ -158,7 +158,7 @@ def test_a_folder_that_holds_a_run_is_not_begun_anew(done):
         ("stale", "On a new prompt they agree"),
     ],
 )
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_server_that_samples_from_something_else_is_found_and_named(tmp_path, mistake, why):
     with PolicyServer(mistake) as server, pytest.raises(SyncFault) as raised:
         run(server, tmp_path, steps=4)
@@ -187,7 +187,7 @@ def test_a_gap_in_forked_trajectories_alone_is_of_their_prompts(tmp_path):
 
 
 @pytest.mark.parametrize("mistake", ["deaf", "stale", None])
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_canary_proves_the_push_where_a_step_holds_nothing_of_the_version(tmp_path, mistake):
     """The step before its own groups are done: all that it trains was sampled by the version before."""
     with PolicyServer(mistake) as server:

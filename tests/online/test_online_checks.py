@@ -63,7 +63,7 @@ def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampli
         ("tokenizer", 0, "another tokenizer than the policy"),
     ],
 )
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_mistake_of_a_server_is_named(tmp_path, mistake, step, named, monkeypatch):
     monkeypatch.setattr(probe_requests, "TOKENS", 256 if mistake == "cached" else 64)
     said = fault(PolicyServer(mistake), tmp_path)
@@ -252,6 +252,7 @@ def test_another_chat_template_is_said_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("tokens", [64, 0], ids=["asked", "not asked"])
+@pytest.mark.first_cases(1)
 def test_tokens_that_claim_the_version_before_are_compared_with_it(tmp_path, monkeypatch, tokens):
     """All that the step trains says that it is of version 0, and comes from elsewhere."""
     monkeypatch.setattr(weight_check, "MAX_TIME_SHARE", 1.0)

@@ -37,6 +37,7 @@ def trained(server, out, steps, config=CONFIG, resume=False, **options):
     return tg.online.train(MODEL, None, sinks=(), log=lambda _: None, **told)
 
 
+@pytest.mark.nightly
 def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_path):
     out = tmp_path / "run"
     processes = [collector(out, mine, 2) for mine in range(2)]
@@ -73,6 +74,8 @@ def test_a_run_ends_where_its_collectors_have_no_more_tasks(tmp_path):
         found = trained(server, out, 9)
     assert [process.wait(120) for process in processes] == [0, 0]
     assert (found.stopped, found.steps) == ("tasks", 1)
+    played = {place.file: int(traces.groups[0]) for place, traces in GroupReader(out / "played").read_new()}
+    assert sorted(played.values()) == [0, 1]  # each has played its share
     assert sorted(path.name for path in (out / "played").glob("*.ended")) == ["0-of-2.ended", "1-of-2.ended"]
 
 
@@ -169,6 +172,7 @@ class Overtaken(PolicyServer):
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
+@pytest.mark.first_cases(1)
 def test_an_answer_that_came_during_a_push_is_of_two_versions(tmp_path, where):
     """With staleness 1 four groups are begun; two of the three others are step 1, whose push overtakes call 1."""
     out = tmp_path / "run"

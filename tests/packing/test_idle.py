@@ -62,6 +62,7 @@ def packed(case, objective, **more):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.first_cases(12)
 def test_a_preset_has_the_same_gradient_without_what_cannot_matter(model, case, name):
     objective = getattr(presets, name)
     if objective.microbatch_components:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ import pytest
 import tracegrad
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("trl")
-pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(not (find_spec("trl") and find_spec("peft")), reason="needs trl and peft")
 
 BENCHES = Path(__file__).parents[2] / "benches" / "gpu"
 CUDA_ALONE = {"TRL tries, varlen", "verl Triton", "CCE"}

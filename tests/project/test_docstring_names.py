@@ -3,11 +3,12 @@
 import ast
 import re
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "tracegrad"
-TREES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 FOREIGN = {"vllm.LLM", "Message.fbs", "File.fbs", "ragged.NAME"}
 """Names of other packages, of files and of arrays that look like names of this package."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,7 +45,7 @@ def parameters(node: ast.AST) -> set[str]:
             names |= parameters(each)
         elif isinstance(each, Function):
             names.add(each.name)
-    return names | {name for each in node.bases for name in CLASSES.get(ast.unparse(each).split(".")[-1], ())}
+    return names | {name for each in node.bases for name in package().classes.get(ast.unparse(each).split(".")[-1], ())}
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -58,38 +59,50 @@ def attributes(node: ast.ClassDef) -> set[str]:
     return names
 
 
-CLASSES: dict[str, set[str]] = defaultdict(set)
-BASES: dict[str, set[str]] = defaultdict(set)
-MODULES: dict[str, set[str]] = defaultdict(set)
-for path, tree in TREES.items():
-    stem = path.parent.name if path.name == "__init__.py" else path.stem
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            CLASSES[node.name] |= attributes(node)
-            BASES[node.name] |= {ast.unparse(base).split(".")[-1].partition("[")[0] for base in node.bases}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | Function):
-            MODULES[stem].add(node.name)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            MODULES[stem] |= {each.asname or each.name for each in node.names}
-        elif isinstance(node, ast.Name):
-            MODULES[stem].add(node.id)
-    for folder in path.relative_to(PACKAGE).parts[:-1]:
-        MODULES[folder].add(stem)
-for stub in ast.walk(ast.parse((PACKAGE / "_core.pyi").read_text())):
-    if isinstance(stub, ast.ClassDef):
-        CLASSES[stub.name] |= attributes(stub)
+@dataclass(frozen=True)
+class Names:
+    """What the package defines. Classes have attributes and bases, modules and packages have names."""
+
+    trees: dict[Path, list[ast.AST]]
+    classes: dict[str, set[str]]
+    bases: dict[str, set[str]]
+    modules: dict[str, set[str]]
+
+
+@cache
+def package() -> Names:
+    """Parse the package once for all tests, and not if tests are only collected."""
+    trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(PACKAGE.rglob("*.py"))}
+    classes, bases, modules = defaultdict(set), defaultdict(set), defaultdict(set)
+    for path, nodes in trees.items():
+        stem = path.parent.name if path.name == "__init__.py" else path.stem
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] |= attributes(node)
+                bases[node.name] |= {ast.unparse(base).split(".")[-1].partition("[")[0] for base in node.bases}
+            if isinstance(node, ast.ClassDef | Function):
+                modules[stem].add(node.name)
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                modules[stem] |= {each.asname or each.name for each in node.names}
+            elif isinstance(node, ast.Name):
+                modules[stem].add(node.id)
+        for folder in path.relative_to(PACKAGE).parts[:-1]:
+            modules[folder].add(stem)
+    for stub in ast.walk(ast.parse((PACKAGE / "_core.pyi").read_text())):
+        if isinstance(stub, ast.ClassDef):
+            classes[stub.name] |= attributes(stub)
+    return Names(trees, classes, bases, modules)
 
 
 def has(owner: str, name: str) -> bool:
     """Return whether a class, or a class it derives from, has an attribute. True if a base is not of this package."""
-    bases = BASES[owner] - {"Protocol", "Generic", "NamedTuple", "object"}
-    return name in CLASSES[owner] or any(base not in BASES or has(base, name) for base in bases)
+    bases = package().bases[owner] - {"Protocol", "Generic", "NamedTuple", "object"}
+    return name in package().classes[owner] or any(base not in package().bases or has(base, name) for base in bases)
 
 
 def docstrings():
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path, nodes in package().trees.items():
+        for node in nodes:
             if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node)):
                 yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node, text
 
@@ -112,10 +125,10 @@ def test_attributes_of_classes_and_modules_exist():
             *_, owner, name = words.split(".")
             if words in FOREIGN:
                 continue
-            if owner in BASES:
+            if owner in package().bases:
                 wrong += [] if has(owner, name) else [f"{place}: {words}"]
-            elif owner in MODULES and name[0].isupper():
-                wrong += [] if name in MODULES[owner] else [f"{place}: {words}"]
+            elif owner in package().modules and name[0].isupper():
+                wrong += [] if name in package().modules[owner] else [f"{place}: {words}"]
     assert wrong == []
 
 
@@ -127,4 +140,4 @@ def test_a_missing_name_is_found():
     ]
     assert has("Sequences", "alignment_report")
     assert not has("ImageSpans", "keyed")
-    assert "Control" not in MODULES["optim"]
+    assert "Control" not in package().modules["optim"]

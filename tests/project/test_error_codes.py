@@ -21,13 +21,11 @@ def test_a_code_stands_for_one_cause():
     assert len(counts) > 800
 
 
-NAMES = {cause.name for cause in error_codes.causes() if cause.name[:1].isupper()}
-
-
 def raised(path):
     """Return the line and the texts of each error that a file makes: its message is one of the first two arguments."""
+    names = {cause.name for cause in error_codes.causes() if cause.name[:1].isupper()}
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in NAMES:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
             texts = [error_codes.template(error_codes.first_operand(each)) for each in node.args[:2]]
             yield node.lineno, [text for text in texts if text]
 

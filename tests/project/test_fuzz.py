@@ -50,7 +50,7 @@ def test_a_changed_folder_loads_as_it_was_or_is_an_error_of_ours(target: str, tm
 
 
 @pytest.mark.parametrize("target", ["prepared", "images", "bodies", "addresses", "scores"])
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_two_seconds_of_a_fuzzer_find_nothing(target: str, tmp_path: Path) -> None:
     needed = {"images": "PIL", "bodies": "aiohttp", "addresses": "starlette"}
     pytest.importorskip(needed.get(target, "json"))

@@ -14,7 +14,6 @@ from file_imports import circles, package_order, python_imports, rust_imports, u
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "python" / "tracegrad"
-PYTHON = python_imports(HOUSE)
 ARRAYS = {"advantage", "objective"}
 
 
@@ -39,7 +38,7 @@ SOURCES = [path for path in sorted(HOUSE.rglob("*.py")) if path != HOUSE / "__in
 def test_packages_import_those_below_them_alone():
     named = [name for row in package_order() for name in row]
     assert sorted(named) == sorted({room(path) for path in SOURCES} | {"_core"})
-    assert list(upward(PYTHON)) == []
+    assert list(upward(python_imports(HOUSE))) == []
 
 
 def test_an_import_that_goes_up_or_aside_is_found():
@@ -64,7 +63,7 @@ def test_no_package_takes_a_private_name_of_another():
 
 
 def test_no_file_of_python_is_in_a_circle_of_imports():
-    found = circles(PYTHON)
+    found = circles(python_imports(HOUSE))
     assert not found, "\n".join(found)
 
 

@@ -132,6 +132,7 @@ def test_the_command_line_says_a_recipe_and_what_was_told_otherwise(capsys, tmp_
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.first_cases(8)
 def test_every_recipe_takes_a_step_on_the_example(example, group, tmp_path, capsys, name):
     pytest.importorskip("transformers")
     places = [str(group), "--model", str(example / "model"), "--out", str(tmp_path)]

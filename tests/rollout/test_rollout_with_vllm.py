@@ -11,8 +11,6 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import task as clerk
 import tracegrad as tg
@@ -23,6 +21,7 @@ from tracegrad.rollout import Limits, run_rollout, trl_environment, with_tools
 from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
 from tracegrad.weight_sync import File
+from vllm_logprobs import recomputed
 
 pytestmark = pytest.mark.vllm
 PROMPTS, SAMPLES = 6, 2
@@ -153,22 +152,6 @@ def played(server):
     return asyncio.run(main())
 
 
-@pytest.fixture(scope="module")
-def model(example):
-    return AutoModelForCausalLM.from_pretrained(example / "model", dtype=torch.float32).eval()
-
-
-def recomputed(model, sequences):
-    """[T] float32: the trainer's logprob of each token after those before it."""
-    logprobs = np.full(sequences.tokens, np.nan, np.float32)
-    for start, end in itertools.pairwise(sequences.cu_seqlens.tolist()):
-        ids = torch.from_numpy(sequences.ids[start:end]).long()[None]
-        with torch.no_grad():
-            scores = model(ids).logits[0, :-1].log_softmax(-1)
-        logprobs[start + 1 : end] = scores.gather(-1, ids[0, 1:, None])[:, 0].numpy()
-    return logprobs
-
-
 def aligned(records, example):
     """As they come back from a file."""
     traces = tg.Traces.from_records([json.loads(json.dumps(one, allow_nan=False)) for one in records])
@@ -186,7 +169,7 @@ def forks(trace):
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, model, example):
+def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, example):
     mine = [one for one in played if one.record["id"].startswith(road + "-")]
     assert len(mine) == PROMPTS * SAMPLES
     assert [one.error for one in mine if one.error] == []
@@ -199,7 +182,7 @@ def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, mod
     assert set(sequences.version[sequences.trainable].tolist()) == {5}
     assert max(len(trace.generations) for trace in traces) > 1
     trained = sequences.trainable
-    difference = np.abs(recomputed(model, sequences)[trained] - sequences.rollout_logprobs[trained])
+    difference = np.abs(recomputed(example, sequences)[trained] - sequences.rollout_logprobs[trained])
     print(f"\n{road}: {len(traces)} trajectories, {int(trained.sum())} tokens, off by {difference.max():.1e} at most")
     assert difference.max() < 1e-4
 

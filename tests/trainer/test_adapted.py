@@ -11,7 +11,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
 
 from safetensors.torch import load_file, save_file
 
@@ -55,7 +54,7 @@ def theirs(checkpoint):
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(checkpoint.parent.parent / "base", dtype=torch.float32)
-    return peft.PeftModel.from_pretrained(base, str(checkpoint))
+    return pytest.importorskip("peft").PeftModel.from_pretrained(base, str(checkpoint))
 
 
 def test_merged_weights_are_those_of_peft_bit_for_bit(trained, tmp_path, capsys):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from peer_code import trl_loss_of, trl_trainer
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import AdaptiveEntropy, EntropyBonus, presets
 from tracegrad.trainer.optim import EntropyController
@@ -55,6 +54,8 @@ def test_a_bonus_of_zero_that_cannot_rise_is_refused():
 
 
 def test_the_controller_is_that_of_trl():
+    from peer_code import trl_loss_of, trl_trainer
+
     mask = torch.ones(2, 5, dtype=torch.long)
     logprobs = -torch.ones(2, 5)
     trainer = trl_trainer(

@@ -31,6 +31,7 @@ def traces():
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.first_cases(10)
 def test_a_preset_trains_and_its_gradient_does_not_depend_on_the_cut(traces, tmp_path, name):
     objective = getattr(presets, name)
     common = {"objective": objective, "train__epochs": 1, "optimizer__lr": 1e-3, "train__groups_per_step": 4}

@@ -51,7 +51,7 @@ QUICK = ("several epochs", "a reference", "what is too long")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in CASES]
 )
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_parameters_and_rows_are_those_of_training_from_memory(folder, tmp_path, name):
     changes, objective = CASES[name]
     changes = {"data__holdout": 0.25, **changes}

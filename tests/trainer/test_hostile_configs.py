@@ -187,11 +187,10 @@ MORE = ['"x"', "true", "1e308", str(10**400), "9" * 5000]
 @pytest.mark.parametrize("value", ["[1]", "null", *(pytest.param(each, marks=pytest.mark.nightly) for each in MORE)])
 @pytest.mark.parametrize("verb", ["doctor", "train"])
 @pytest.mark.first_cases(2)
-def test_a_command_over_such_a_folder_ends_in_one_line(verb, value, folder, example, tmp_path, capsys):
+def test_a_command_over_such_a_folder_ends_in_one_line(verb, value, folder, group, tmp_path, capsys):
     spoilt(folder, "config.json", "hidden_size", value)
-    traces = str(example / "traces.jsonl.zst")
     more = ["--out", str(tmp_path / "run")] if verb == "train" else []
-    code = main([verb, traces, "--model", str(folder), *more])
+    code = main([verb, str(group), "--model", str(folder), *more])
     err = capsys.readouterr().err
     assert "Traceback" not in err
     assert "unexpected" not in err

@@ -105,7 +105,7 @@ def parameters(found):
     "options",
     [("pack__skip_zero_weight",), ("pack__share_prefixes",), ("pack__skip_zero_weight", "pack__share_prefixes")],
 )
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_run_with_the_options_comes_to_the_same_parameters(traces, tmp_path, objective, options):
     plain, wanted = run(traces, tmp_path / "plain", objective=objective, optimizer__eps=1e-3)
     told_so = dict.fromkeys(options, True)

@@ -105,7 +105,7 @@ def test_arguments_that_transformers_refuses_are_refused_by_name(kwargs):
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_run_that_was_cut_goes_on_with_the_rates_of_one_that_was_not(traces, tmp_path, name):
     told_so = {"schedule__name": name, "schedule__warmup_steps": 2, "schedule__min_lr_ratio": 0.1}
     if name == "wsd":

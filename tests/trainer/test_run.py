@@ -56,7 +56,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(traces, tmp_path, name):
     objective, changes = OWN[name]
     proximal = objective.requirements.proximal
@@ -120,6 +120,7 @@ def driven(run, traces, numbers):
 
 
 @pytest.mark.parametrize("adapters", [0, 2])
+@pytest.mark.first_cases(1)
 def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
     told_so = told(train__lora_rank=adapters, train__updates_per_old_logprobs=3, schedule__warmup_steps=6)
     whole = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")

@@ -101,6 +101,7 @@ def test_compiled_layers_take_the_same_steps(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.first_cases(1)
 def test_a_dry_run_predicts_the_tokens_exactly_and_the_peak_nearly(monkeypatch, dtype):
     root = Path(__file__).parents[2] / "benches"
     monkeypatch.syspath_prepend(str(root / "gpu"))

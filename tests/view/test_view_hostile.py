@@ -1,5 +1,6 @@
 """The viewer under odd names, odd numbers, several viewers at once, and places that cannot be written."""
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -95,42 +96,22 @@ def test_every_address_answers_other_methods_with_405(path, client):
         assert client.request(method, f"/secret/{path}").status_code == 405, method
 
 
-@pytest.mark.parametrize("path", ["*", "", "nothing", "host:80"])
-def test_a_target_that_is_no_path_is_not_found(path, session):
-    """As `OPTIONS *` and `CONNECT host:port` name them."""
-    import asyncio
-
-    sent = []
-
-    async def ask():
-        scope = {"type": "http", "method": "OPTIONS", "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
-
-        async def send(message):
-            sent.append(message)
-
-        await application(session, "secret")(scope, None, send)
-
-    asyncio.run(ask())
-    assert sent[0]["status"] == 404
-
-
 @pytest.mark.parametrize(
-    "path", ["/secret/state/", "/secret/\udcff/", "/secret/trace/1/", "/secret", "/secret/rows/\udcff/"]
+    ("method", "path"),
+    [
+        # As `OPTIONS *` and `CONNECT host:port` name them.
+        *(("OPTIONS", path) for path in ("*", "", "nothing", "host:80")),
+        *(("GET", f"/secret{path}") for path in ("/state/", "/\udcff/", "/trace/1/", "", "/rows/\udcff/")),
+    ],
 )
-def test_a_path_with_a_slash_too_many_is_not_found(path, session):
-    import asyncio
-
+def test_a_target_that_is_no_path_or_has_a_slash_too_many_is_not_found(method, path, session):
     sent = []
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
 
-    async def ask():
-        scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"127.0.0.1:1")]}
+    async def send(message):
+        sent.append(message)
 
-        async def send(message):
-            sent.append(message)
-
-        await application(session, "secret")({**scope, "query_string": b"", "scheme": "http"}, None, send)
-
-    asyncio.run(ask())
+    asyncio.run(application(session, "secret")({**scope, "query_string": b"", "scheme": "http"}, None, send))
     assert sent[0]["status"] == 404
 
 
@@ -149,8 +130,6 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("query", EXPRESSIONS, ids=lambda query: ascii(query)[:20])
 @pytest.mark.first_cases(2)
 def test_odd_searches_are_answered(query, session):
-    import asyncio
-
     from tracegrad.view.searcher import Searcher
 
     async def ask(regex):

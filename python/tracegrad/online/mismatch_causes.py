@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ SENT = (
 TOKENS = 512
 """Maximum number of tokens whose distributions are computed: [TOKENS, V] floats are in memory."""
 _GOLDEN_RATIO = (5**0.5 - 1) / 2
+_Counts = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Distributions:
             self, "ordered", (descending, np.cumsum(descending, -1), (probabilities > target_probability).sum(-1))
         )
 
-    @property
+    @cached_property
     def logprobs(self) -> NDArray[np.float64]:
         """[M] logprobs with the requested settings."""
         return _logprobs(self.logits, self.target, self.inv_temperature)
@@ -117,26 +119,36 @@ class Distributions:
 
     def frequency_penalty(self, value: float) -> NDArray[np.float64]:
         """Return [M] logprobs if each logit is lowered by `value` for each time its token was sampled before."""
-        return self._with_changed_logits(lambda logit, times: logit - value * times, self.output)
+        return self._with_changed_logits(lambda logit, times: logit - value * times, self._in_output)
 
     def presence_penalty(self, value: float) -> NDArray[np.float64]:
         """Return [M] logprobs if the logit of each token that was sampled before is lowered by `value`."""
-        return self._with_changed_logits(lambda logit, _: logit - value, self.output)
+        return self._with_changed_logits(lambda logit, _: logit - value, self._in_output)
 
     def repetition_penalty(self, value: float) -> NDArray[np.float64]:
         """Return [M] logprobs if logits of earlier tokens, of prompt and output, are penalised by the factor `value`.
 
         Positive logits are divided by it, negative ones multiplied.
         """
-        seen = [np.concatenate(both) for both in zip(self.prompt, self.output, strict=True)]
-        return self._with_changed_logits(lambda logit, _: np.where(logit > 0, logit / value, logit * value), seen)
+        return self._with_changed_logits(
+            lambda logit, _: np.where(logit > 0, logit / value, logit * value), self._in_context
+        )
 
-    def _with_changed_logits(
-        self, change: Callable[..., NDArray[np.float64]], earlier: list[NDArray[np.int64]]
-    ) -> NDArray[np.float64]:
+    @cached_property
+    def _in_output(self) -> _Counts:
+        """The ids sampled before each token, and how often."""
+        return [np.unique(ids, return_counts=True) for ids in self.output]
+
+    @cached_property
+    def _in_context(self) -> _Counts:
+        """The ids before each token in prompt and output, and how often."""
+        return [
+            np.unique(np.concatenate(both), return_counts=True) for both in zip(self.prompt, self.output, strict=True)
+        ]
+
+    def _with_changed_logits(self, change: Callable[..., NDArray[np.float64]], earlier: _Counts) -> NDArray[np.float64]:
         logits = self.logits.copy()
-        for row, ids_before in zip(logits, earlier, strict=True):
-            ids, times = np.unique(ids_before, return_counts=True)
+        for row, (ids, times) in zip(logits, earlier, strict=True):
             row[ids] = change(row[ids], times)
         return _logprobs(logits, self.target, self.inv_temperature)
 
