@@ -24,6 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
 
 import tracegrad as tg
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.errors import TracegradError
@@ -230,8 +231,13 @@ def _sequences(number: int) -> Sequences:
         "routed_experts": np.full((12, 2, 2), 3, np.int16),
         "masks": Ragged(np.arange(13, dtype=np.int64), np.arange(12, dtype=np.int32)),
     }
+    ids = np.arange(12) + number
+    rows = Ragged(np.array([*range(0, 24, 2), 24]), np.stack([ids, ids + 40], 1).reshape(-1).astype(np.int32))
+    one = np.ones(1, np.float32)
+    penalties = Penalties(np.array([0]), 1.5 * one, one, one, np.array([1]), np.array([7], np.int32), one)
+    sampling = {"support": rows, "penalties": penalties}
     made = Sequences.from_arrays(
-        np.arange(12) + number, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras
+        ids, cu, logprobs, trainable, **said, reward_names=("reward", "tests"), extras=extras, **sampling
     )
     where = np.array([1], np.int32)
     report = AlignmentReport(

@@ -12,6 +12,7 @@ import pytest
 import tracegrad as tg
 from spoil import EXAMPLE, MODEL, answers, diagnosed, entries, first, names, recorded, responses, spoiled, zero
 from tracegrad.doctor import CHECKS, Hits, Place, Severity, diagnose, render_lines
+from truncated import entries_of, sample
 
 
 def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_next(tmp_path):
@@ -433,3 +434,22 @@ def test_the_thresholds_of_a_check_are_its_severities():
     assert check.finding(Hits(4, 100)).severity == Severity.NOTE
     assert check.finding(Hits(5, 100)).severity == Severity.COSTS
     assert np.isclose(check.finding(Hits(5, 100)).share, 0.05)
+
+
+def test_truncated_sampling_is_replayed_from_the_record_or_wrong(tmp_path):
+    rows = []
+    for seed in range(4):
+        record, *_ = sample(np.random.default_rng(seed), 12, "processed", 150, spread=4.0, top_p=0.8, top_k=40)
+        rows.append(record | {"id": str(seed), "group": "g", "reward": float(seed % 2)})
+    found = diagnosed(rows, tmp_path)
+    assert names(found)["replayed_sampling"] == "NOTE"
+    assert "reshaped_sampling" not in names(found)
+    [finding] = [each for each in found.findings if each.name == "replayed_sampling"]
+    assert (finding.hits.count, finding.hits.total) == (4, 4)
+    assert finding.hits.description == "top_k=40, top_p=0.8"
+    assert "TOPR_POSITIVE" not in found.next_command
+    for entry in entries_of(rows[3]):
+        entry["top_logprobs"] = []
+    found = diagnosed(rows, tmp_path)
+    counts = {each.name: each.hits.count for each in found.findings}
+    assert (counts["replayed_sampling"], counts["reshaped_sampling"]) == (3, 1)

@@ -66,7 +66,7 @@ class ProbeRow:
         edges = np.flatnonzero(np.diff(np.r_[False, ~np.isnan(self.rollout), False]))
         for start, end in edges.reshape(-1, 2):
             rollout = np.where(np.arange(end) < start, np.float32(np.nan), self.rollout[:end])
-            support = self.support and self.support.take(np.arange(end))
+            support = None if self.support is None else self.support.take(np.arange(end))
             yield ProbeRow(self.ids[:end], rollout, self.inv_temperature[:end], self.server, support)
 
 
@@ -95,7 +95,10 @@ class Sample:
         ]
         is_compared = ~np.isnan(arrays[1])
         support = TokenSets.concatenate(
-            [(row.support and TokenSets.from_rows(row.support), np.arange(len(row.ids))) for row in rows]
+            [
+                (None if row.support is None else TokenSets.from_rows(row.support), np.arange(len(row.ids)))
+                for row in rows
+            ]
         )
         sequences = Sequences.from_arrays(
             arrays[0],
@@ -381,6 +384,7 @@ def sample_of(
         rollout = np.where(here[part], sequences.rollout_logprobs[part], np.float32(np.nan))
         last = int(np.flatnonzero(here[part])[-1]) + 1
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
-        support = sequences.support and sequences.support.rows(np.arange(cu[branch], cu[branch] + last))
+        tokens = np.arange(cu[branch], cu[branch] + last)
+        support = None if sequences.support is None else sequences.support.rows(tokens)
         rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last], support=support))
     return Sample.of(trainer, rows) if rows else None

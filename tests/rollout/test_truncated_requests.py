@@ -1,0 +1,71 @@
+"""Requests with top_p, top_k or min_p: the kept ids are asked for, or the request is refused."""
+
+import pytest
+
+from tracegrad.data.sampling import refusal_reason
+from tracegrad.errors import ArgumentError
+from tracegrad.online.options import RolloutConfig
+from tracegrad.online.weight_sample import probe_of
+from tracegrad.rollout.session import COMPLETIONS, Session, UnfitRequest
+from tracegrad.rollout.token_client import chat_completion_of, parse_choice, sampling_params
+
+MESSAGES = {"messages": [{"role": "user", "content": "q"}]}
+
+
+def opened(body, required=None, **sampling):
+    session = Session("a", sampling=sampling, logprob_kind="processed", for_training=True)
+    return session.open(MESSAGES | body, *([] if required is None else [required])).request
+
+
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}])
+def test_a_request_that_truncates_asks_for_the_kept_ids(option):
+    for body, sampling in ((option, {}), ({}, option)):
+        request = opened(body, top_logprobs=64, **sampling)
+        assert (request["top_logprobs"], request["return_tokens_as_token_ids"]) == (64, True)
+        with pytest.raises(UnfitRequest, match="TG-ROLLOUT-057"):
+            opened(body, **sampling)
+    # The sender's own number counts.
+    assert opened(option | {"top_logprobs": 5})["top_logprobs"] == 5
+
+
+def test_other_requests_are_as_before():
+    request = opened({}, top_logprobs=64)
+    assert request["top_logprobs"] == 0
+    assert "return_tokens_as_token_ids" not in request
+    # The legacy endpoint has no alternatives with ids.
+    with pytest.raises(UnfitRequest, match="TG-ROLLOUT-057"):
+        opened({"top_p": 0.9}, COMPLETIONS, top_logprobs=64)
+
+
+def test_a_penalty_or_raw_temperature_is_refused_beside_truncation():
+    request = {"top_p": 0.9, "top_logprobs": 8}
+    assert refusal_reason(request, "raw") is refusal_reason(request, "processed") is None
+    assert refusal_reason(request | {"temperature": 0.7}, "raw") is None  # the logprob over the support has it
+    assert "repetition_penalty" in refusal_reason(request | {"repetition_penalty": 1.2}, "processed")
+    assert "rollout.top_logprobs" in refusal_reason({"top_p": 0.9}, "processed")
+    assert "rollout.top_logprobs" not in refusal_reason({"top_p": 0.9, "logit_bias": {"5": 1}}, "processed")
+
+
+@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"min_p": 1.0}, {"top_logprobs": -1}])
+def test_options_out_of_range_are_refused(wrong):
+    with pytest.raises(ArgumentError, match="TG-ONLINE-021"):
+        RolloutConfig(**wrong)
+
+
+def test_alternatives_come_back_from_token_requests():
+    top = [{"token_id": 5, "logprob": -0.1}, {"token_id": 6, "logprob": -2.0}]
+    content = [{"token_id": 5, "logprob": -0.1, "top_logprobs": top}, {"token_id": 7, "logprob": -0.3}]
+    choice = parse_choice({"choices": [{"token_ids": [5, 7], "logprobs": {"content": content}}]})
+    answer = chat_completion_of({"choices": [{"message": {}}]}, [1], choice)
+    [first, second] = answer["choices"][0]["logprobs"]["content"]
+    assert first == {"token": "token_id:5", "logprob": -0.1, "top_logprobs": top}
+    assert second == {"token": "token_id:7", "logprob": -0.3}
+    request = {"top_logprobs": 64, "return_tokens_as_token_ids": True, "top_p": 0.9, **MESSAGES}
+    assert sampling_params(request) == {"top_p": 0.9, "logprobs": 64}
+
+
+def test_a_probe_samples_from_the_whole_vocabulary():
+    request = {**MESSAGES, "top_p": 0.9, "top_k": 20, "top_logprobs": 64, "return_tokens_as_token_ids": True}
+    probe = probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig())
+    assert (probe.body["top_p"], probe.body["top_k"]) == (1.0, -1)
+    assert not {"top_logprobs", "return_tokens_as_token_ids"} & {*probe.body}
