@@ -446,7 +446,7 @@ def test_truncated_sampling_is_replayed_from_the_record_or_wrong(tmp_path):
     assert "reshaped_sampling" not in names(found)
     [finding] = [each for each in found.findings if each.name == "replayed_sampling"]
     assert (finding.hits.count, finding.hits.total) == (4, 4)
-    assert finding.hits.description == "top_k=40, top_p=0.8"
+    assert finding.hits.description == "top_p=0.8, top_k=40"
     assert "TOPR_POSITIVE" not in found.next_command
     for entry in entries_of(rows[3]):
         entry["top_logprobs"] = []
