@@ -19,17 +19,16 @@ def padded(values, cu_seqlens, rows, fill):
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
 
 
-def token_logprobs(model, ids, attention):
-    """[B, S]: the logprob of each token; the first has none and gets 0."""
-    scores = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float().log_softmax(-1)
-    return torch.nn.functional.pad(scores.gather(-1, ids[:, 1:, None]).squeeze(-1), (1, 0))
+def token_logprobs(model, ids, attention, support):
+    """[B, S]: the logprob of each token among those the sampler could draw; the first has none and gets 0."""
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]
+    return torch.nn.functional.pad(tg.model.logprobs_from_logits(logits, ids[:, 1:], support=support)[0], (1, 0))
 
 
 def train(traces, model, steps, rows_per_step=64, lr=2e-4):
-    tokenizer = tg.Tokenizer.from_pretrained(model)
+    data = tg.align(tg.read(traces), tg.Tokenizer.from_pretrained(model))
     model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    data = tg.align(tg.read(traces), tokenizer)
     advantages = torch.from_numpy(tg.advantage.group_mean(data.reward, data.group))
     objective, losses = tg.presets.DAPO, []
     for step in range(steps):
@@ -38,15 +37,16 @@ def train(traces, model, steps, rows_per_step=64, lr=2e-4):
         mask = padded(data.trainable, data.cu_seqlens, rows, False)
         rollout = padded(data.rollout_logprobs, data.cu_seqlens, rows, float("nan"))
         attention = padded(np.ones_like(data.ids), data.cu_seqlens, rows, 0)
+        support = tg.model.support_of_tokens(data, padded(np.arange(data.tokens), data.cu_seqlens, rows, -1)[:, 1:])
         with torch.no_grad():
-            old = token_logprobs(model, ids, attention)
+            old = token_logprobs(model, ids, attention, support)
         trace = torch.from_numpy(data.trace[rows])
         fixed = tg.correct(old, rollout, mask=mask, trace=trace, weights=objective.weights, reduce=objective.reduce)
         terms = tg.objective.Terms(
             advantages=advantages[trace][:, None].expand_as(old),
             old=old, weight=fixed.weight, keep=fixed.keep, scale=fixed.scale,
         )  # fmt: skip
-        loss = objective(token_logprobs(model, ids, attention), None, terms).loss
+        loss = objective(token_logprobs(model, ids, attention, support), None, terms).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -28,7 +28,7 @@ from tracegrad.objective import Objective, presets
 from tracegrad.objective.serialize import to_source
 from tracegrad.recipes import recipe
 from tracegrad.recipes.art import ART
-from tracegrad.recipes.import_config import Peer, UnsupportedOption, changes
+from tracegrad.recipes.import_config import LISTED_IDS, Peer, UnsupportedOption, changes
 from tracegrad.recipes.recipe import Recipe
 from tracegrad.recipes.skyrl import SKYRL
 from tracegrad.recipes.trl import TRL
@@ -146,11 +146,24 @@ def _peer_section(peer: Peer) -> str:
         "These options have no counterpart and are refused. Only a run refuses those in italics, because they do not "
         "affect the objective:",
         "\n".join(["| option | accepted | reason | instead |", "|---|---|---|---|", *_refused(peer)]),
+        *_truncation(peer),
         "These options are not read, because they affect how a run works and not the loss: "
         + ", ".join(f"`{name}`" for name in peer.ignored.split())
         + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _truncation(peer: Peer) -> list[str]:
+    """Return a sentence about the sampling options of rollouts, if the peer has some."""
+    if not peer.truncation:
+        return []
+    names = ", ".join(f"`{name}` (`rollout.{counterpart}`)" for name, (counterpart, _) in peer.truncation.items())
+    return [
+        f"These options truncate what rollouts sample, and set those of `tracegrad online`: {names}. They also set "
+        f"`rollout.top_logprobs`, to one more than top_k, or to {LISTED_IDS} without it. From recorded traces, tokens "
+        "sampled with them are compared over their support if the record shows it."
+    ]
 
 
 def _rows(peer: Peer) -> list[str]:

@@ -22,9 +22,10 @@ def rows_of(values, data, rows, fill):
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=fill)
 
 
-def token_logprobs(model, ids, attention):
-    scores = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float().log_softmax(-1)
-    return torch.nn.functional.pad(scores.gather(-1, ids[:, 1:, None]).squeeze(-1), (1, 0))
+def token_logprobs(model, ids, attention, support):
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1]
+    logprobs, _ = tg.model.logprobs_from_logits(logits, ids[:, 1:], support=support)
+    return torch.nn.functional.pad(logprobs, (1, 0))
 
 
 def train(traces, model, steps, rows_per_step=32, lr=2e-4):
@@ -38,8 +39,10 @@ def train(traces, model, steps, rows_per_step=32, lr=2e-4):
         rows = np.arange(step * rows_per_step, (step + 1) * rows_per_step) % data.branches
         ids = rows_of(data.ids, data, rows, 0).long()
         attention = rows_of(np.ones_like(data.ids), data, rows, 0)
+        # the ids among which the sampler drew each token (top_p, top_k, min_p), where the record shows them
+        support = tg.model.support_of_tokens(data, rows_of(np.arange(data.tokens), data, rows, -1)[:, 1:])
         with torch.no_grad():
-            tensors = {"old_log_probs": token_logprobs(model, ids, attention)}
+            tensors = {"old_log_probs": token_logprobs(model, ids, attention, support)}
         tensors["rollout_log_probs"] = rows_of(data.rollout_logprobs, data, rows, float("nan"))
         tensors["response_mask"] = rows_of(data.trainable, data, rows, False).long()
         tensors["advantages"] = torch.from_numpy(advantages[data.trace[rows]])[:, None].expand_as(ids)
@@ -47,7 +50,7 @@ def train(traces, model, steps, rows_per_step=32, lr=2e-4):
         batch = DataProto.from_dict(tensors=tensors, non_tensors={"uid": uid})
         batch, metrics = verl.correct_batch(batch, OBJECTIVE)
         loss, figures = policy_loss(
-            old_log_prob=batch.batch["old_log_probs"], log_prob=token_logprobs(model, ids, attention),
+            old_log_prob=batch.batch["old_log_probs"], log_prob=token_logprobs(model, ids, attention, support),
             advantages=batch.batch["advantages"], response_mask=batch.batch["response_mask"],
             rollout_is_weights=batch.batch["rollout_is_weights"], loss_agg_mode="token-mean",
         )  # fmt: skip

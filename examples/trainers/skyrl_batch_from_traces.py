@@ -21,14 +21,14 @@ def generated(data, rows):
     for row in rows:
         here = slice(*data.cu_seqlens[row : row + 2])
         first = int(np.argmax(data.trainable[here])) if data.trainable[here].any() else 1
-        ids, said = data.ids[here].tolist(), np.nan_to_num(data.rollout_logprobs[here][first:], nan=0.0)
+        ids, said = data.ids[here].tolist(), np.nan_to_num(data.rollout_logprobs[here][first:], nan=-9999.0)  # unknown
         rewards = [0.0] * (len(ids) - first - 1) + [float(data.reward[data.trace[row]])]
         yield ids[:first], ids[first:], rewards, data.trainable[here][first:].astype(int).tolist(), said.tolist()
 
 
-def token_logprobs(model, ids, attention, width):
-    scores = model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1].float().log_softmax(-1)
-    return scores.gather(-1, ids[:, -width:, None]).squeeze(-1)
+def token_logprobs(model, ids, attention, width, support):
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
+    return tg.model.logprobs_from_logits(logits, ids[:, -width:], support=support)[0]
 
 
 def train(traces, model, steps, rows_per_step=32, lr=2e-4):
@@ -49,10 +49,14 @@ def train(traces, model, steps, rows_per_step=32, lr=2e-4):
         scaled = ppo_utils.apply_loss_reduction_to_advantages_minibatch(
             advantages, mask, config.loss_reduction, rows_per_step, config.max_seq_len
         )
+        # the ids among which the sampler drew each token (top_p, top_k, min_p), where the record shows them
+        tokens = np.full(ids.shape, -1)
+        tokens[attention.numpy() > 0] = np.concatenate([np.arange(*data.cu_seqlens[row : row + 2]) for row in rows])
+        support = tg.model.support_of_tokens(data, tokens[:, -width:])
         with torch.no_grad():
-            old = token_logprobs(model, ids, attention, width)
+            old = token_logprobs(model, ids, attention, width, support)
         policy_loss = ppo_utils.PolicyLossRegistry.get(config.policy_loss_type)
-        now = token_logprobs(model, ids, attention, width)
+        now = token_logprobs(model, ids, attention, width, support)
         loss, metrics = policy_loss(now, old, scaled, config=config, loss_mask=mask, rollout_logprobs=rollout)
         optimizer.zero_grad()
         loss.backward()

@@ -8,7 +8,7 @@ import pytest
 
 from policy_server import MODEL
 from shop_files import dry, folder, written  # noqa: F401
-from tracegrad import online
+from tracegrad import online, recipes
 from tracegrad.cli import main, run_file
 from tracegrad.errors import ArgumentError
 from tracegrad.trainer import merge_adapters
@@ -17,7 +17,9 @@ from tracegrad.trainer import merge_adapters
 def other(value):
     """A value that is not the default."""
     words = {"messages": "token_ids", "file": "lora"}
-    return words[value] if isinstance(value, str) else value + (0.5 if isinstance(value, float) else 1)
+    if isinstance(value, float):
+        return 0.5 if value == 1.0 else value + 0.5
+    return words[value] if isinstance(value, str) else value + 2
 
 
 def test_every_option_of_playing_comes_from_the_file_and_from_the_command_line(folder):
@@ -163,3 +165,16 @@ def test_a_file_of_tasks_is_read_line_by_line(folder, capsys, text, why):
     code, _, err = dry(capsys, written(folder, out="o", tasks="t.jsonl"))
     assert code == 1
     assert re.search(why, err), err
+
+
+def test_the_truncation_of_an_imported_config_is_that_of_the_rollouts_unless_it_is_given(tmp_path):
+    path, recipe = tmp_path / "run.toml", recipes.from_trl({"top_p": 0.9, "top_k": 20})
+    path.write_text("[rollout]\ntop_p = 0.8\ngroup_size = 3\n[optimizer]\nlr = 0.5\n")
+    found = run_file.read(path, {}, [("rollout.top_logprobs", "32")], False, recipe)
+    rollout = found.rollout
+    assert (rollout.top_p, rollout.top_k, rollout.top_logprobs, rollout.group_size) == (0.8, 20, 32, 3)
+    assert [line for line in found.overrides if line.startswith("rollout.")] == [
+        "rollout.top_p = 0.8 (not 0.9)",
+        "rollout.top_logprobs = 32 (not 21)",
+    ]
+    assert run_file.read(path, {}, [], False, recipes.from_trl({})).rollout.top_k == -1

@@ -1,8 +1,13 @@
 """Tokens sampled with top-p, top-k and min-p by vLLM's formulas, and the records that servers write of them."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
+from tracegrad.alignment.ragged import Ragged
+from tracegrad.alignment.sequences import Sequences
+from tracegrad.alignment.token_sets import TokenSets
 
 SIZE = 640  # of the example's vocabulary
 
@@ -65,3 +70,17 @@ def sample(rng: np.random.Generator, tokens: int, kind: str, listed: int, *, spr
 def entries_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of the sampled tokens of a record."""
     return record["calls"][0]["response"]["choices"][0]["logprobs"]["content"]
+
+
+def restricted(sequences: Sequences, vocabulary: int, seed: int = 1) -> Sequences:
+    """Return the sequences with a support for two of three trained tokens: 1 to 20 ids, its own among them."""
+    rng = np.random.default_rng(seed)
+    rows: list[list[int]] = [[] for _ in range(sequences.tokens)]
+    for number, token in enumerate(sequences.terms.tolist()):
+        if number % 3:
+            own = int(sequences.ids[token])
+            others = np.setdiff1d(np.arange(vocabulary), own)
+            rows[token] = sorted([own, *rng.choice(others, rng.integers(0, 20), replace=False).tolist()])
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    values = np.array([i for row in rows for i in row], np.int32)
+    return replace(sequences, support=TokenSets.from_rows(Ragged(offsets, values)))

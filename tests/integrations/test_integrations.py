@@ -34,6 +34,7 @@ from tracegrad.objective import (
     with_beta,
     with_kl,
 )
+from truncated import restricted
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
 LR = 3.0
@@ -225,6 +226,13 @@ def branched(start):
     return SimpleNamespace(model=start.model, data=data, advantages=rng.standard_normal(data.traces).astype(np.float32))
 
 
+@pytest.fixture(scope="module")
+def truncated(branched):
+    """The same traces, with two of three tokens drawn from a part of the vocabulary."""
+    data = restricted(branched.data, vocabulary=48)
+    return SimpleNamespace(model=branched.model, data=data, advantages=branched.advantages)
+
+
 def own_step(branched, objective, lr=LR):
     """The parameters after one step of our own learner on packed rows."""
     from tracegrad.trainer.step import compute_logprobs, optimizer_step
@@ -394,6 +402,69 @@ def test_token_weights_of_the_page_give_any_trainer_our_learners_step(branched):
             for parameter in model.parameters():
                 parameter -= LR * parameter.grad
         assert_same_step(SimpleNamespace(model=model), own_step(branched, objective), branched, rtol=1e-6, atol=1e-6)
+
+
+OVER_SUPPORT = {
+    "dapo": presets.DAPO,
+    "theta/rollout": presets.GRPO_DIRECT,
+    "the entropy of the vocabulary": replace(presets.DAPO_DIRECT, entropy=EntropyBonus(0.1, masked=False)),
+    "the entropy of the support": replace(presets.DAPO_DIRECT, entropy=EntropyBonus(0.1, masked=False, over="support")),
+}
+
+
+@pytest.mark.parametrize("name", list(OVER_SUPPORT))
+@pytest.mark.parametrize("peers", ["trl", "transformers"])
+def test_tokens_drawn_from_a_part_of_the_vocabulary_are_compared_over_it(
+    name, peers, truncated, branched, tokenizer, tmp_path
+):
+    objective, expected = OVER_SUPPORT[name], own_step(truncated, OVER_SUPPORT[name])
+    if peers == "trl":
+        trainer = ours(truncated, tokenizer, config(tmp_path, truncated.data.traces, 2), objective=objective)
+    else:
+        loss = TraceLoss(truncated.data, truncated.advantages, objective)
+        parts = {"train_dataset": loss.dataset, "data_collator": loss.collate, "compute_loss_func": loss}
+        trainer = run(Trainer, config(tmp_path, truncated.data.traces, 2, TrainingArguments), truncated.model, **parts)
+    assert_same_step(trainer, expected, truncated, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError, match="embed_tokens"):
+        assert_same_step(trainer, own_step(branched, objective), branched, rtol=1e-5, atol=1e-6)
+
+
+def test_old_and_the_reference_of_trl_are_over_the_support_too(truncated, tokenizer, tmp_path):
+    objective = with_beta(presets.GRPO, 0.5)
+    args = config(tmp_path, truncated.data.traces, beta=0.5, max_steps=2, num_iterations=2)
+    trainer = ours(truncated, tokenizer, args, objective=objective)
+    [inputs] = trainer._buffered_inputs
+    padded, terms = inputs["padded"], inputs["terms"]
+    for policy, values in ((truncated.model, terms.old), (trainer.ref_model, terms.ref)):
+        with torch.no_grad():
+            scores = policy(padded.ids, attention_mask=padded.attention).logits[padded.row, padded.column - 1]
+        rows = truncated.data.support.rows(padded.origin)
+        for term in range(len(padded.origin)):
+            kept = scores[term, rows[term].tolist()] if len(rows[term]) else scores[term]
+            expected = scores[term, padded.target[term]] - kept.logsumexp(-1)
+            assert float(values[term]) == pytest.approx(float(expected), abs=2e-5)
+
+
+def test_a_router_loss_and_metrics_come_with_the_logprobs_over_the_support(truncated, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "head_dim": 8, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    moe = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(vocab_size=48, **shape, **experts))
+    routed = SimpleNamespace(model=moe, data=truncated.data, advantages=truncated.advantages)
+    trainer = ours(routed, tokenizer, config(tmp_path, truncated.data.traces, router_aux_loss_coef=1.0))
+    trainer.model.eval()
+    [inputs] = trainer._buffered_inputs
+    padded, whole = inputs["padded"], replace(inputs["padded"], support=None)
+    with torch.no_grad():
+        options = {"compute_entropy": True, "compute_aux_loss": True}
+        ours_, theirs = (trainer._score(trainer.model, each, **options) for each in (padded, whole))
+    restricted = np.diff(padded.support.offsets) > 0
+    assert restricted.mean() == pytest.approx(2 / 3, abs=0.02)
+    assert bool((ours_[0] >= theirs[0] - 1e-5).all())
+    torch.testing.assert_close(ours_[0][~restricted], theirs[0][~restricted], rtol=1e-4, atol=1e-5)
+    for one, other in zip(ours_[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert "entropy" in trainer.state.log_history[0]
 
 
 QUICK = {"per_device_train_batch_size": 4, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}

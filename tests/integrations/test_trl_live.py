@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tracegrad as tg
 from tiny import ONE_STEP
 from tracegrad.errors import ArgumentError
+from tracegrad.integrations import trl
 from tracegrad.integrations.trl import WithObjective
 from tracegrad.objective import Aggregation, Objective, Ratio, Reduce, Rejection, Truncate, Weight, presets, with_beta
 
@@ -249,6 +250,19 @@ def test_what_trl_would_not_give_or_not_read_is_refused_by_name(start, tmp_path)
 
     with pytest.raises(ArgumentError, match="TG-INTEG-020"):
         build(presets.DAPO, rollout_func=silent)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"generation_kwargs": {"top_k": 5}}],
+)
+def test_a_part_of_the_vocabulary_is_not_compared_with_the_whole(option, tmp_path):
+    args = config(tmp_path, use_vllm=True, **option)
+    with pytest.raises(ArgumentError, match="TG-INTEG-030"):
+        trl._check_live(args, presets.DAPO)
+    trl._check_live(args, DAPO)  # reads no recorded logprobs
+    trl._check_live(config(tmp_path, use_vllm=True, temperature=0.7, top_k=0), presets.DAPO)
+    trl._check_live(config(tmp_path, **option), presets.DAPO)  # vLLM does not sample
 
 
 def test_the_example_script_trains_the_bundled_model_as_it_plays(example, start, tmp_path):

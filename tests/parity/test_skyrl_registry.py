@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -177,3 +178,27 @@ class TestRowsThatAreTurns:
         with pytest.raises(ArgumentError, match="TG-INTEG-017"):
             skyrl.register(presets.GSPO, "stepwise", config=config)
         ppo_utils.PolicyLossRegistry.unregister("stepwise")
+
+
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}, {"additional_kwargs": {"top_k": 5}}])
+def test_a_part_of_the_vocabulary_is_not_compared_with_the_whole(option):
+    whole = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1}
+    skyrl.register(presets.SKYRL_849, config={"generator": {"sampling_params": whole}})
+    truncated = {"generator": {"sampling_params": {**whole, **option}}}
+    with pytest.raises(ArgumentError, match="TG-INTEG-030"):
+        skyrl.register(presets.SKYRL_849, config=truncated)
+    skyrl.register(replace(presets.SKYRL_849, weights=(), rejections=()), config=truncated)  # reads none
+    config = pytest.importorskip("skyrl.train.config.config").SkyRLTrainConfig()
+    skyrl.register(presets.SKYRL_849, config=config)
+    for name, value in option.items():
+        setattr(config.generator.sampling_params, name, value)
+    with pytest.raises(ArgumentError, match="TG-INTEG-030"):
+        skyrl.register(presets.SKYRL_849, config=config)
+
+
+def test_its_example_compares_over_the_support(example):
+    script = Path(__file__).parents[1] / "helpers" / "examples_over_support.py"
+    command = [sys.executable, str(script), "skyrl_batch_from_traces", str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 2e-4

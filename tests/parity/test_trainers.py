@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ from tracegrad.integrations import art as from_art
 from tracegrad.integrations import verl as in_verl
 from tracegrad.integrations.art import to_groups
 from tracegrad.objective import Ratio, Reduce, Rejection, presets, with_kl
+from truncated import restricted
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # ART imports litellm, which asks the network otherwise
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
@@ -364,6 +366,20 @@ def test_the_example_for_verl_trains_the_bundled_example(example):
     assert all(np.isfinite(value) for row in log for value in row.values())
     assert log[0]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
     assert log[1]["rollout_corr/rollout_is_std"] > 10 * log[0]["rollout_corr/rollout_is_std"]  # the policy has moved
+
+
+def test_the_example_for_verl_compares_over_the_support(example):
+    script = Path(__file__).parents[1] / "helpers" / "examples_over_support.py"
+    command = [sys.executable, str(script), "data_proto_from_traces", str(example)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 2e-4
+
+
+def test_art_gets_no_tokens_that_it_would_compare_over_the_whole_vocabulary(recorded):
+    traces, s = recorded
+    with pytest.raises(ArgumentError, match="TG-INTEG-031"):
+        to_groups(traces, restricted(s, vocabulary=600))
 
 
 def test_the_example_for_art_measures_the_bundled_example(example):

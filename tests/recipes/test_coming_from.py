@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -349,3 +350,53 @@ def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
     recipe = recipes.from_trl({**config, "use_peft": False, "use_vllm": True})
     assert [name for name, warning in recipe.ignored_options if warning] == []
     assert recipe.config == recipes.from_trl({"beta": 0.0, "use_vllm": True}).config  # nothing else changes
+
+
+TRUNCATED = {
+    "top_p": (
+        "trl",
+        {"top_p": 0.9, "top_k": 0, "min_p": None},
+        {"top_p": 0.9, "top_logprobs": 64},
+    ),
+    "top_k, one more of which is listed": (
+        "trl",
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.05},
+        {"top_p": 0.9, "top_k": 20, "min_p": 0.05, "top_logprobs": 21},
+    ),
+    "YAML's text": ("trl", {"min_p": "5e-2"}, {"min_p": 0.05, "top_logprobs": 64}),
+    "verl": (
+        "verl",
+        {"actor_rollout_ref": {"rollout": {"top_p": 1, "top_k": 50, "val_kwargs": {"top_p": 0.7}}}},
+        {"top_k": 50, "top_logprobs": 51},
+    ),
+    "SkyRL": (
+        "skyrl",
+        {"generator": {"sampling_params": {"top_p": 0.95, "top_k": -1, "min_p": 0.02}}},
+        {"top_p": 0.95, "min_p": 0.02, "top_logprobs": 64},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(TRUNCATED))
+def test_truncation_is_that_of_rollouts_and_the_recipe_says_how_tokens_are_compared(case):
+    peer, options, rollout = TRUNCATED[case]
+    recipe = FROM[peer](options)
+    assert dict(recipe.rollout) == {f"rollout.{name}": value for name, value in rollout.items()}
+    translated = dict(recipe.imported_options)
+    for name, value in rollout.items():
+        assert f"rollout.{name} = {value}" in str(recipe)
+        if name != "top_logprobs":
+            [(option, effect)] = [each for each in translated.items() if each[0].endswith(f"{name} = {value}")]
+            assert f"rollout.top_logprobs = {rollout['top_logprobs']}" in effect
+            assert "over their support" in effect
+            assert option.partition(" = ")[0] not in dict(recipe.ignored_options)
+    assert recipe == replace(FROM[peer]({}), rollout=recipe.rollout)  # the loss and the other options are the same
+
+
+def test_truncation_that_is_off_is_ignored_and_that_of_a_wrong_type_is_refused():
+    recipe = recipes.from_trl({"top_p": 1.0, "top_k": 0, "min_p": 0.0})
+    assert (recipe.rollout, dict(recipe.ignored_options)) == ((), {"top_p": "", "top_k": "", "min_p": ""})
+    assert recipes.from_verl({"actor_rollout_ref": {"rollout": {"top_p": None, "top_k": -1}}}).rollout == ()
+    for value in ("${oc.env:P}", "most", True):
+        with pytest.raises(ArgumentError, match=r"TG-RECIPE-015.*top_p"):
+            recipes.from_trl({"top_p": value})

@@ -142,6 +142,8 @@ def read(
         _previous_options(path.parent / named["out"]) if resume and "out" in named else (config.Config(), PLAYING)
     )
     run_config = config.update(start, file_options, where=str(path))
+    if recipe is not None:
+        previous = set_values(previous, recipe.rollout)
     rollout = set_values(
         previous, config.flatten({name: table for name, table in rollout_sections.items() if table}), where=str(path)
     )
@@ -152,6 +154,9 @@ def read(
             recipe, config=tuple(option for option in recipe.config if option[0] not in OFFLINE_ONLY_OPTIONS)
         )
         run_config, overridden = online_recipe.resolve(overrides=[*file_options, *training_overrides], start=start)
+        chosen = {f"rollout.{name}": value for name, value in asdict(rollout["rollout"]).items()}
+        changed = [(name, value) for name, value in recipe.rollout if chosen[name] != value]
+        overridden += tuple(f"{name} = {chosen[name]} (not {value})" for name, value in changed)
     return RunFile(path, named, run_config, **rollout, engine=engine, overrides=overridden)
 
 

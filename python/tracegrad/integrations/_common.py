@@ -11,14 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.data.sampling import mismatch
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.metrics import as_trl_loss
 from tracegrad.metrics import OffPolicySums, Rows
 from tracegrad.metrics.definition import MetricSums
+from tracegrad.model import logprobs_from_logits, support_of_tokens
 from tracegrad.objective import MissingLogprobs, Objective
 from tracegrad.objective.correction import AllReduce, Correction, correct
 from tracegrad.objective.torch_loss import PerTerm, Terms
-from tracegrad.packing import Totals, advantages_by_token
+from tracegrad.packing import Support, Totals, advantages_by_token
 
 INPUTS = {
     "old": "logprobs of the policy before the update",
@@ -137,6 +139,28 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
         )
 
 
+def check_sampling(objective: Objective, prefix: str, options: Mapping[str, Any]) -> None:
+    """Check that a trainer, which computes logprobs over the whole vocabulary, also samples from all of it.
+
+    Args:
+        objective: to be trained. Without recorded logprobs it is not checked.
+        prefix: of the names of the options, with a dot.
+        options: the trainer's sampling options by vLLM's names; None is not set.
+
+    Raises:
+        ArgumentError: if an option changes the distribution, other than the temperature.
+    """
+    changed = {name: value for name, value in mismatch(options, "processed").items() if name != "temperature"}
+    if changed and objective.requirements.rollout:
+        names = ", ".join(f"{prefix}{name}={value!r:.40}" for name, value in changed.items())
+        raise ArgumentError(
+            f"TG-INTEG-030: {names}: tokens are sampled from another distribution than the trainer computes, so the "
+            "ratio to recorded logprobs is wrong at each token even for the same policy. Remove the options, use an "
+            "objective on theta/old, or train from records with the kept ids: tracegrad online with "
+            "rollout.top_logprobs, or integrations.trl.FromTraces."
+        )
+
+
 Floats = NDArray[np.float32]
 _IDS, _LOGPROBS = ("trace", "turn", "group", "advantages"), ("old", "rollout", "ref")
 
@@ -151,6 +175,7 @@ class PaddedRows:
         inv_temperature: [m] float32, the factor of the logits that predict a trained token.
         origin: [m] int64 numpy, the index of each trained token in the `Sequences`, in order.
         first: the first column with a trained token.
+        support: of the m trained tokens; None if all were sampled from the whole vocabulary.
     """
 
     ids: Tensor
@@ -160,18 +185,37 @@ class PaddedRows:
     inv_temperature: Tensor
     origin: NDArray[np.int64]
     first: int
+    support: Support | None = None
 
     def to(self, device: Any) -> "PaddedRows":
         """Return the same rows on `device`."""
         tensors = [
             tensor.to(device) for tensor in (self.ids, self.attention, self.row, self.column, self.inv_temperature)
         ]
-        return PaddedRows(*tensors, origin=self.origin, first=self.first)
+        return PaddedRows(
+            *tensors, origin=self.origin, first=self.first, support=self.support and self.support.to(device)
+        )
 
     @property
     def target(self) -> Tensor:
         """[m] int64: the ids of the trained tokens."""
         return self.ids[self.row, self.column]
+
+    def logprobs(self, logits: Tensor, *, entropy_over_support: bool = False) -> tuple[Tensor, Tensor]:
+        """Return logprobs and entropies [m] of the trained tokens, over their support.
+
+        Args:
+            logits: [B, K, V] of the last K columns, the model's own. K may be S.
+            entropy_over_support: as in `logprobs_from_logits`.
+        """
+        predicting = self.column - 1 - (self.ids.shape[1] - logits.shape[1])
+        return logprobs_from_logits(
+            logits[self.row, predicting],
+            self.target,
+            inv_temperature=self.inv_temperature,
+            support=self.support,
+            entropy_over_support=entropy_over_support,
+        )
 
 
 @dataclass(frozen=True)
@@ -225,6 +269,11 @@ class RecordedTraces:
         """The traces that have a trained token."""
         return np.unique(self.owner[self.sequences.trainable]).tolist()
 
+    @property
+    def entropy_over_support(self) -> bool:
+        """Whether the objective has an entropy bonus over the support of each token."""
+        return self.objective.entropy is not None and self.objective.entropy.over == "support"
+
     def padded(self, traces: Sequence[int], side: Literal["left", "right"]) -> PaddedRows:
         """Return all branches of `traces` that have a trained token, padded on one side."""
         s, rows = self.sequences, []
@@ -248,7 +297,12 @@ class RecordedTraces:
         row = np.repeat(np.arange(len(rows)), [len(terms) for _, terms in rows])
         column = np.concatenate(columns)
         arrays = (ids, attention, row, column, s.inv_temperature[origin])
-        return PaddedRows(*map(torch.from_numpy, arrays), origin=origin, first=int(column.min()))
+        return PaddedRows(
+            *map(torch.from_numpy, arrays),
+            origin=origin,
+            first=int(column.min()),
+            support=support_of_tokens(s, origin),
+        )
 
     def step(
         self,

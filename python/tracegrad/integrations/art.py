@@ -118,13 +118,21 @@ def to_groups(traces: Traces, sequences: Sequences) -> list[Any]:
         sequences: `align(traces, ...)`, with no trace left out.
 
     Raises:
-        ArgumentError: if a trace was left out.
+        ArgumentError: if a trace was left out, or if tokens have a support: ART computes logprobs over the whole
+            vocabulary, so each ratio would be the mass that the sampler kept.
     """
     art = peer("art", VERSIONS, "Trajectory", "TrajectoryGroup", "trajectories.History", "types.Choice")
     if sequences.traces != len(traces):
         raise ArgumentError(
             f"TG-INTEG-006: {len(traces)} traces, but only {sequences.traces} aligned ones, so rows would not match. "
             "First remove the traces that could not be aligned (sequences.alignment_report.errors)."
+        )
+    if sequences.support is not None:
+        raise ArgumentError(
+            "TG-INTEG-031: tokens were sampled with top_p, top_k or min_p, and their recorded logprobs are over the "
+            "ids that these kept. ART computes those of the policy over the whole vocabulary, so each ratio would be "
+            "the kept mass. Train with tracegrad.train or integrations.trl.FromTraces. If ART is not to train on them, "
+            "pass dataclasses.replace(sequences, support=None)."
         )
     trajectories_of_group: dict[str, list[Any]] = {}
     for row, trace in enumerate(traces):

@@ -12,7 +12,7 @@ import torch
 
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import TrainerInputs, same_scale
+from tracegrad.integrations._common import TrainerInputs, check_sampling, same_scale
 from tracegrad.integrations.metrics import as_skyrl
 from tracegrad.metrics.aggregate import Rows
 from tracegrad.objective import MissingLogprobs, Objective, Reduce
@@ -53,18 +53,19 @@ def register(
         name: of the policy loss.
         missing_logprobs: treatment of tokens without a recorded logprob (NaN, or SkyRL's -9999), as in `correct`.
         config: SkyRL's complete config, a SkyRLTrainConfig or a dict with the same names. Pass it if trajectories may
-            be step-wise: SkyRL does not pass it to a policy loss, which cannot see whether its rows are turns.
+            be step-wise or are sampled with top_p, top_k or min_p: SkyRL does not pass it to a policy loss, which
+            cannot see whether its rows are turns, or from which tokens they were sampled.
 
     Returns:
         The function that SkyRL calls.
 
     Raises:
         ArgumentError: if the objective needs inputs that SkyRL does not pass, the name is used by another loss, the
-            installed SkyRL lacks a function, or the objective aggregates over traces and the rows in `config` are
-            turns.
+            installed SkyRL lacks a function, or by `config` the objective aggregates over traces and rows are turns,
+            or it reads recorded logprobs of tokens sampled with top_p, top_k, min_p or a penalty.
     """
     if config is not None:
-        _check_rows(objective, config)
+        _check_config(objective, config)
     registry = peer(f"{_UTILS}.ppo_utils", VERSIONS, "PolicyLossRegistry.unregister").PolicyLossRegistry
     utils = peer(f"{_UTILS}.off_policy_correction_utils", VERSIONS, "off_policy_correction_enabled")
     corrects = utils.off_policy_correction_enabled
@@ -114,18 +115,24 @@ def register(
     return loss
 
 
-def _check_rows(objective: Objective, config: Any) -> None:
-    """Raise ArgumentError if the objective would treat a turn as a trace."""
-    generator = config.get("generator", {}) if isinstance(config, Mapping) else config.generator
-    options = generator if isinstance(generator, Mapping) else vars(generator)
+def _check_config(objective: Objective, config: Any) -> None:
+    """Raise ArgumentError if the objective would treat a turn as a trace, or compare different distributions."""
+    generator = _options(_options(config).get("generator", {}))
     over_traces = [f"{ratio} over the {level.over}" for ratio, level in objective.ratios() if level.over != "token"]
     over_traces += [f"a mean over traces, {objective.reduce}"] if objective.reduce.per in ("trace", "group") else []
-    if options.get("step_wise_trajectories") and over_traces:
+    if generator.get("step_wise_trajectories") and over_traces:
         raise ArgumentError(
             "TG-INTEG-017: generator.step_wise_trajectories makes one row per turn, but the objective uses "
             f"{over_traces[0]}, which needs one row per trace. Use ratios, weights and rejections of tokens, and "
             "Reduce('token') or Reduce('prompt', ...), or turn off step_wise_trajectories."
         )
+    sampling = _options(generator.get("sampling_params") or {})
+    own = {name: value for name, value in sampling.items() if name not in ("logprobs", "stop", "additional_kwargs")}
+    check_sampling(objective, "generator.sampling_params.", {**own, **(sampling.get("additional_kwargs") or {})})
+
+
+def _options(config: Any) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else vars(config)
 
 
 def _ratios(old: Any, rollout: Any, mask: Any) -> dict[str, float]:

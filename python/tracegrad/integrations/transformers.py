@@ -84,10 +84,7 @@ class TraceLoss:
                 "compute_loss_func=x."
             )
         padded = padded.to(logits.device)
-        scores = logits[padded.row, padded.column - 1].float() * padded.inv_temperature[:, None]
-        scores = scores.log_softmax(-1)
-        logprobs = scores.gather(-1, padded.target[:, None]).squeeze(-1)
-        entropy = -(scores.exp() * scores).sum(-1) if objective.requirements.entropy else None
+        logprobs, entropy = padded.logprobs(logits, entropy_over_support=self.recorded.entropy_over_support)
         count = int(num_items_in_batch)
         (terms,), _ = self.recorded.step([padded], [logprobs.detach()], totals=Totals(count, count, count))
-        return objective(logprobs, entropy, terms).loss
+        return objective(logprobs, entropy if objective.requirements.entropy else None, terms).loss

@@ -19,7 +19,8 @@ from torch import Tensor
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import PaddedRows, RecordedTraces, TrainerInputs, as_trl, step_terms
+from tracegrad.integrations._common import PaddedRows, RecordedTraces, TrainerInputs, as_trl, check_sampling, step_terms
+from tracegrad.model.structure import unwrap_adapters
 from tracegrad.objective import MissingLogprobs, Objective, presets
 from tracegrad.objective.correction import AllReduce
 from tracegrad.objective.torch_loss import Terms
@@ -104,6 +105,7 @@ _LIVE_METHODS = (
     "_compute_loss",
     "_get_per_token_logps_and_entropies",
 )
+_SAMPLING_OPTIONS = ("top_p", "top_k", "min_p", "repetition_penalty")
 _OBJECTIVE_OPTIONS = (
     *("loss_type", "importance_sampling_level", "epsilon", "epsilon_high", "delta", "use_bias_correction_kl"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
@@ -129,7 +131,8 @@ class WithObjective(_Base):
 
     Raises:
         ArgumentError: if the installed TRL lacks a method, does not pass all inputs of the objective, or if an option
-            of GRPOConfig is set that the objective replaces.
+            of GRPOConfig is set that the objective replaces; or if vLLM samples with top_p, top_k, min_p or a penalty
+            and the objective reads recorded logprobs: TRL computes the policy over the whole vocabulary.
     """
 
     def __init__(
@@ -244,6 +247,10 @@ def _check_live(args: Any, objective: Objective) -> None:
                 f"TG-INTEG-021: GRPOConfig.{name} is {getattr(args, name)!r}, which has no effect: the objective "
                 f"is\n{objective}\nRemove the option, and set it in the objective."
             )
+    if args.use_vllm:
+        options = {name: getattr(args, name, None) for name in _SAMPLING_OPTIONS}
+        further = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
+        check_sampling(objective, "GRPOConfig.", {**options, **further})
     if args.beta != 0 and not objective.requirements.ref:
         raise ArgumentError(
             f"TG-INTEG-022: GRPOConfig.beta is {args.beta}, which loads a reference, but the objective uses none. "
@@ -260,6 +267,9 @@ class FromTraces(_Base):
     `old` is computed before every `steps_per_generation` micro-batches and kept over `num_iterations`, as TRL does for
     its generations. Denominators are those of complete optimizer steps, so the split into micro-batches does not change
     the gradient. TRL's own loss options (loss_type, epsilon, scale_rewards and so on) and num_generations are ignored.
+
+    Tokens with `sequences.support` are compared over it. The logits of such a micro-batch are in memory at once,
+    because TRL's own forward pass returns logprobs over the whole vocabulary only.
 
     Args:
         model, args: as for GRPOTrainer. per_device_train_batch_size counts traces.
@@ -336,10 +346,30 @@ class FromTraces(_Base):
 
     def _score(self, model: Any, padded: PaddedRows, **options: bool) -> list[Tensor]:
         """Return logprobs [m] of the trained tokens by TRL's forward pass, then entropy and router loss if enabled."""
+        if padded.support is not None:
+            return self._score_over_support(model, padded, **options)
         length = padded.ids.shape[1] - padded.first
         outputs = self._get_per_token_logps_and_entropies(model, padded.ids, padded.attention, length, **options)
         positions = (padded.row, padded.column - padded.first)
         return [values[positions] if values.ndim == 2 else values for values in outputs if values is not None]
+
+    def _score_over_support(
+        self, model: Any, padded: PaddedRows, compute_entropy: bool = False, compute_aux_loss: bool = False
+    ) -> list[Tensor]:
+        """Return the same over the support of the tokens, from the logits of the model's own forward pass.
+
+        TRL's forward pass returns logprobs over the whole vocabulary only, and no logits.
+        """
+        options: dict[str, Any] = {"output_router_logits": True} if compute_aux_loss else {}
+        if (
+            "logits_to_keep"
+            in inspect.signature(unwrap_adapters(self.accelerator.unwrap_model(model)).forward).parameters
+        ):
+            options["logits_to_keep"] = padded.ids.shape[1] - padded.first + 1
+        with self.accelerator.autocast():
+            outputs = model(input_ids=padded.ids, attention_mask=padded.attention, use_cache=False, **options)
+        logprobs, entropy = padded.logprobs(outputs.logits, entropy_over_support=self.recorded.entropy_over_support)
+        return [logprobs, *([entropy] if compute_entropy else []), *([outputs.aux_loss] if compute_aux_loss else [])]
 
 
 def _recorded_reward(**_: Any) -> list[float]:

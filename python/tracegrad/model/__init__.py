@@ -11,6 +11,7 @@ Takes a `Batch` and returns logprobs, or a loss with its gradient. Models are un
 from tracegrad.model.attention import block_mask, dense_mask
 from tracegrad.model.forward import Plan, forward_plan, hidden_states, logprobs, logprobs_and_entropy
 from tracegrad.model.lm_head import HeadPlan, token_logprobs
+from tracegrad.model.logits import logprobs_from_logits, support_of_tokens
 from tracegrad.model.loss import PolicyLoss, batch_loss, policy_loss
 from tracegrad.model.structure import head_of
 
@@ -26,6 +27,8 @@ __all__ = [
     "hidden_states",
     "logprobs",
     "logprobs_and_entropy",
+    "logprobs_from_logits",
     "policy_loss",
+    "support_of_tokens",
     "token_logprobs",
 ]

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tracegrad.config import nearest
+from tracegrad.data.sampling import is_truncated
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective, with_beta, with_entropy, with_kl
 from tracegrad.objective.serialize import to_source
@@ -49,6 +50,8 @@ class Peer:
         differs: intended differences from the peer's numbers, by name, with {sizes} that `build` fills in.
         warnings: options, or patterns of options, that users may expect to have an effect here: values that need no
             warning, and the warning.
+        truncation: the options that truncate what rollouts sample: their counterpart in `[rollout]`, and the peer's
+            default, then other values that mean that it is not set.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Peer:
     ignored: str
     differs: Mapping[str, str]
     warnings: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
+    truncation: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """Yield (option, value, other options to set) for each value of each option except its default."""
@@ -142,31 +146,71 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
     refused: list[str] = []
     unmet: list[str] = []
     ignored: list[tuple[str, str]] = []
+    truncation: dict[str, Any] = {}
     for name, value in config.items():
         raw = value.value if isinstance(value, enum.Enum) else value
+        if name in peer.truncation and _truncates(peer, name, raw, truncation):
+            continue
         warning = _warning(peer, name, raw)
         is_ignored = name not in peer.unsupported and any(fnmatchcase(name, each) for each in peer.ignored.split())
-        if warning or (is_ignored and name not in peer.options):
+        if warning or ((is_ignored or name in peer.truncation) and name not in peer.options):
             ignored.append((name, warning))
         if name in peer.options:
-            values[name] = _convert(peer, name, raw)
+            values[name] = _convert(peer, name, raw, peer.options[name])
         elif name in peer.unsupported:
             counterpart = peer.unsupported[name]
             if raw not in counterpart.harmless:
                 (unmet if counterpart.run_only else refused).append(
                     _refusal_message(name, raw, counterpart.why, counterpart.fix)
                 )
-        elif not is_ignored:
+        elif not is_ignored and name not in peer.truncation:
             fix = nearest(str(name)[:80], [*peer.options, *peer.unsupported])
             fix = fix if fix.startswith("Did") else "remove it if it does not change the method"
             refused.append(_refusal_message(str(name), raw, f"{peer.name} {peer.version} has no such option", fix))
     recipe = peer.recipe(values, [*refused, *unmet] if refused else ())
     return replace(
         recipe,
-        imported_options=tuple(_effects(peer, values, recipe)),
+        rollout=_rollout_options(peer, truncation),
+        imported_options=(*_effects(peer, values, recipe), *_truncation_effects(peer, truncation)),
         unsupported=(*unmet, *recipe.unsupported),
         ignored_options=tuple(ignored),
     )
+
+
+LISTED_IDS = 64
+"""Number of ids that servers list with each token for an imported config with top_p or min_p, but without top_k."""
+
+
+def _truncates(peer: Peer, name: str, value: Any, truncation: dict[str, Any]) -> bool:
+    """Return whether an option truncates at a value, and add it to `truncation` then."""
+    counterpart, defaults = peer.truncation[name]
+    converted = _convert(peer, name, value, defaults)
+    if not is_truncated({counterpart: converted}):
+        return False
+    truncation[name] = converted
+    return True
+
+
+def _rollout_options(peer: Peer, truncation: Mapping[str, Any]) -> Options:
+    """Return the options of `[rollout]` for the truncation of a config. Servers then list the ids that it keeps."""
+    options = {peer.truncation[name][0]: value for name, value in truncation.items()}
+    if not options:
+        return ()
+    # One id more than top_k keeps shows that no further id is as probable as the last.
+    options["top_logprobs"] = options["top_k"] + 1 if "top_k" in options else LISTED_IDS
+    return tuple((f"rollout.{name}", value) for name, value in options.items())
+
+
+def _truncation_effects(peer: Peer, truncation: Mapping[str, Any]) -> list[tuple[str, str]]:
+    listed = dict(_rollout_options(peer, truncation)).get("rollout.top_logprobs")
+    return [
+        (
+            f"{name} = {value}",
+            f"rollout.{peer.truncation[name][0]} = {value} and rollout.top_logprobs = {listed} "
+            "of tracegrad online; recorded tokens are compared over their support if the record shows it",
+        )
+        for name, value in truncation.items()
+    ]
 
 
 def _warning(peer: Peer, name: str, value: Any) -> str:
@@ -203,9 +247,9 @@ def flat(config: Any, prefix: str = "", max_depth: int = _DEEPEST) -> dict[str, 
     return values
 
 
-def _convert(peer: Peer, name: str, value: Any) -> Any:
-    """Convert a value to the type of the default. YAML 1.1 reads numbers such as 1e-6 as text."""
-    default, *choices = peer.options[name]
+def _convert(peer: Peer, name: str, value: Any, values: tuple[Any, ...]) -> Any:
+    """Convert a value to the type of the default, the first of `values`. YAML 1.1 reads a number like 1e-6 as text."""
+    default, *choices = values
     is_number = isinstance(default, (int, float)) and not isinstance(default, bool)
     if isinstance(value, str) and (is_number or default is None) and set(value) <= set("0123456789.eE+-"):
         with contextlib.suppress(ValueError):

@@ -27,6 +27,8 @@ class Recipe:
         advantage: how advantages are computed from rewards; None if the source does not specify it.
         missing_logprobs: the treatment of trained tokens without a recorded logprob; None if it is not specified.
         config: further options of a run, by their dotted names.
+        rollout: options of the rollouts of an online run, such as ("rollout.top_p", 0.9). Training from a file does
+            not use them.
         imported_options: for an imported config, each of its options and the equivalent here.
         differences: for an imported config, intended differences from the other trainer: name and description.
         unsupported: for an imported config, its run-only options that have no counterpart. `resolve` raises an
@@ -52,6 +54,7 @@ class Recipe:
     advantage: Advantage | None = None
     missing_logprobs: MissingLogprobs | None = None
     config: Options = ()
+    rollout: Options = ()
     imported_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     differences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     unsupported: tuple[str, ...] = field(default=(), compare=False)
@@ -129,7 +132,7 @@ class Recipe:
     def __str__(self) -> str:
         lines = [
             str(self.objective),
-            *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in self.options),
+            *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in (*self.options, *self.rollout)),
         ]
         width = max((len(name) for name, _ in self.imported_options), default=0)
         lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.imported_options]

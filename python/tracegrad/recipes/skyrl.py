@@ -386,4 +386,8 @@ SKYRL = Peer(
             "SkyRL also decays norms and biases, each step by a factor of 1 - lr * {decay:g}; tracegrad does not"
         ),
     },
+    truncation={
+        f"generator.sampling_params.{name}": (name, (default, None))
+        for name, default in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
+    },
 )

@@ -316,7 +316,7 @@ TRL = Peer(
         "load_in_4bit": UnsupportedOption((False,), "weights are not quantised", "remove it", run_only=True),
     },
     ignored=(
-        "output_dir per_device_* disable_dropout num_generations* generation_* temperature top_p top_k min_p "
+        "output_dir per_device_* disable_dropout num_generations* generation_* temperature "
         "repetition_penalty chat_template_kwargs cache_implementation vllm_[!i]* use_transformers_* "
         "transformers_continuous_* max_tool_calling_iterations average_tokens_across_devices bf16* fp16* tf32 "
         "activation_checkpointing* gradient_checkpointing* torch_* use_liger_kernel liger_kernel_config use_cache "
@@ -354,4 +354,5 @@ TRL = Peer(
         "use_peft": ((False, None), "a run trains LoRA adapters only if train.lora_rank is set"),
         "use_vllm": ((True, None), "tracegrad online rolls out on vLLM; as in TRL, vllm_* have no effect on the loss"),
     },
+    truncation={"top_p": ("top_p", (1.0, None)), "top_k": ("top_k", (0, None)), "min_p": ("min_p", (0.0, None))},
 )

@@ -477,7 +477,10 @@ def _rates(o: PeerConfig, steps: int) -> Options:
     return schedule_options(o, f"{A}optim.lr", scheduler, warmup, constant_warms=True, per_unit=max(1, steps))
 
 
-VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN, DIFFERS)
+_TRUNCATION = {
+    f"actor_rollout_ref.rollout.{name}": (name, (default, None)) for name, default in (("top_p", 1.0), ("top_k", -1))
+}
+VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN, DIFFERS, truncation=_TRUNCATION)
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 
