@@ -64,7 +64,7 @@ def logged(tokenizer, episodes: list[rollout.Episode]) -> tuple[list[tuple[list[
         ends = [place for place, message in enumerate(episode.messages) if message["role"] == "assistant"]
         for place, sampled in zip(ends, episode.turns, strict=True):
             text = rollout.render(tokenizer, episode.messages[:place])
-            turns.append((tokenizer(text, add_special_tokens=False)["input_ids"], sampled))
+            turns.append((tokenizer(text, add_special_tokens=False)["input_ids"], sampled.ids))
             owner.append(number)
     return turns, np.array(owner)
 

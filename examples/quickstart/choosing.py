@@ -108,7 +108,7 @@ def record(model: torch.nn.Module, tokenizer, here: Situation, groups: int, seed
 def _native(episode: rollout.Episode, group: int, here: Situation) -> dict:
     turns = iter(episode.turns)
     messages = [
-        {**message, "generation": {"token_ids": next(turns)}} if message["role"] == "assistant" else message
+        {**message, "generation": {"token_ids": next(turns).ids}} if message["role"] == "assistant" else message
         for message in episode.messages
     ]
     told = {"temperature": here.temperature, "logprob_kind": here.kind, "tools": list(task.TOOLS)}

@@ -21,12 +21,34 @@ MAX_TURNS = 4
 
 
 @dataclass
+class Turn:
+    """The tokens of one sampled turn, the end token included, in the order of their sampling.
+
+    Args:
+        ids: sampled ids.
+        logprobs: of each, in the distribution from which it was drawn.
+        kept: the ids from which each was drawn; empty if top_p is 1.
+        ended: whether the last id is the end token.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids without the end token."""
+        return self.ids[:-1] if self.ended else self.ids
+
+
+@dataclass
 class Episode:
-    """One conversation: the prompt, the messages so far, the ids of each sampled turn, and the reward at its end."""
+    """One conversation: the prompt, the messages so far, each sampled turn, and the reward at its end."""
 
     prompt: task.Prompt
     messages: list[dict] = field(default_factory=list)
-    turns: list[list[int]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     reward: float = 0.0
 
 
@@ -44,36 +66,49 @@ def wilson(successes: float, count: int, z: float = 1.959964) -> tuple[float, fl
     return centre - spread, centre + spread
 
 
+def truncate(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Scores [B, V] with -inf for the ids that vLLM's top_p leaves out; the most probable id always stays."""
+    ascending, order = scores.sort(dim=-1, stable=True)
+    out = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+    out[:, -1] = False
+    return scores.masked_fill(torch.zeros_like(out).scatter(1, order, out), -torch.inf)
+
+
 @torch.no_grad()
 def sample(
-    model, tokenizer, texts: list[str], temperature: float, generator: torch.Generator, limit: int = MAX_NEW_TOKENS
-) -> list[tuple[list[int], bool]]:
-    """Sample one continuation of every text; temperature 0 is greedy.
-
-    Returns: per text the sampled ids without the end token, and whether the end token is within `limit`.
-    """
+    model,
+    tokenizer,
+    texts: list[str],
+    temperature: float,
+    generator: torch.Generator,
+    limit: int = MAX_NEW_TOKENS,
+    top_p: float = 1.0,
+) -> list[Turn]:
+    """Sample one continuation of every text, at most `limit` tokens; temperature 0 is greedy."""
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     rows = torch.arange(len(texts))
-    sampled: list[list[int]] = [[] for _ in texts]
-    ended = [False] * len(texts)
+    turns = [Turn() for _ in texts]
     cache = DynamicCache()
     for _ in range(limit):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         logits = model(
             ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
+        scores = logits if temperature == 0 else logits / temperature
+        scores = truncate(scores, top_p) if top_p < 1 else scores
         if temperature == 0:
-            chosen = logits.argmax(-1)
+            chosen = scores.argmax(-1)
         else:
-            weights = torch.softmax(logits / temperature, dim=-1)
-            chosen = torch.multinomial(weights, 1, generator=generator)[:, 0]
+            chosen = torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=generator)[:, 0]
+        logprobs = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
         alive = chosen != tokenizer.eos_token_id
-        for row, token, going in zip(rows.tolist(), chosen.tolist(), alive.tolist(), strict=True):
-            if going:
-                sampled[row].append(token)
-            else:
-                ended[row] = True
+        draws = zip(rows.tolist(), chosen.tolist(), logprobs.tolist(), alive.tolist(), scores, strict=True)
+        for row, token, logprob, going, kept in draws:
+            turns[row].ids.append(token)
+            turns[row].logprobs.append(logprob)
+            turns[row].kept.append(kept.isfinite().nonzero()[:, 0].tolist() if top_p < 1 else [])
+            turns[row].ended = not going
         if not alive.any():
             break
         if not alive.all():
@@ -82,7 +117,7 @@ def sample(
             rows, mask, chosen = rows[kept], mask[kept], chosen[kept]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         ids = chosen[:, None]
-    return list(zip(sampled, ended, strict=True))
+    return turns
 
 
 def assistant_message(text: str, ended: bool, number: int) -> dict:
@@ -113,23 +148,29 @@ def render(tokenizer, messages: list[dict]) -> str:
 
 
 def play(
-    model, tokenizer, prompts: list[task.Prompt], seed: int, temperature: float = 1.0, batch: int = 128
+    model,
+    tokenizer,
+    prompts: list[task.Prompt],
+    seed: int,
+    temperature: float = 1.0,
+    batch: int = 128,
+    top_p: float = 1.0,
 ) -> list[Episode]:
     """Play every prompt to its end, at most MAX_TURNS assistant turns, and check the outcome."""
     generator = torch.Generator().manual_seed(seed)
     episodes = [Episode(prompt, prompt.messages()) for prompt in prompts]
     going = episodes
-    for turn in range(MAX_TURNS):
+    for number in range(MAX_TURNS):
         onward = []
         for start in range(0, len(going), batch):
             part = going[start : start + batch]
             texts = [render(tokenizer, episode.messages) for episode in part]
-            outcomes = sample(model, tokenizer, texts, temperature, generator)
-            for episode, (ids, ended) in zip(part, outcomes, strict=True):
-                message = assistant_message(tokenizer.decode(ids), ended, turn)
+            turns = sample(model, tokenizer, texts, temperature, generator, top_p=top_p)
+            for episode, turn in zip(part, turns, strict=True):
+                message = assistant_message(tokenizer.decode(turn.text_ids), turn.ended, number)
                 episode.messages.append(message)
-                episode.turns.append([*ids, tokenizer.eos_token_id] if ended else ids)
-                if message.get("tool_calls") and ended and turn + 1 < MAX_TURNS:
+                episode.turns.append(turn)
+                if message.get("tool_calls") and turn.ended and number + 1 < MAX_TURNS:
                     episode.messages += tool_messages(episode.prompt, message)
                     onward.append(episode)
         going = onward
@@ -139,11 +180,11 @@ def play(
 
 
 def success(
-    model, tokenizer, count: int = 512, seed: int = 0, temperature: float = 1.0
+    model, tokenizer, count: int = 512, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[float, tuple[float, float], int]:
     """The success rate on `count` prompts of the split `evaluation`, its 95 % Wilson interval, and `count`."""
     prompts = list(itertools.islice(task.prompts("evaluation", seed), count))
-    right = sum(episode.reward for episode in play(model, tokenizer, prompts, seed, temperature))
+    right = sum(episode.reward for episode in play(model, tokenizer, prompts, seed, temperature, top_p=top_p))
     return right / count, wilson(right, count), count
 
 

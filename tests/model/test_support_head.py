@@ -7,6 +7,8 @@ import torch
 from tracegrad import Sequences, correct, pack
 from tracegrad.errors import ArgumentError
 from tracegrad.model import policy_loss, token_logprobs
+from tracegrad.model.lm_head import HeadProblem, HeadSettings
+from tracegrad.model.lm_head_chunked import Chunk, Rows, SupportChunk
 from tracegrad.objective import EntropyBonus, Objective, PolicyGradient
 from tracegrad.packing import LogitChanges, Support
 
@@ -144,6 +146,14 @@ def test_every_epilogue_has_the_values_of_the_masked_softmax(epilogue, penalized
         torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(other, [hidden, weight]), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_chunk_without_support_is_that_of_untruncated_sampling():
+    hidden, weight, target, _, support = case()
+    rows = Rows(target, None, support.to("cpu"))
+    problem = HeadProblem.of(hidden.detach(), weight.detach(), None, rows, HeadSettings(None, 1.0, None, Chunk))
+    assert [type(problem.chunk(slice(row, row + 2))) for row in (0, 6)] == [SupportChunk, SupportChunk]
+    assert [type(problem.chunk(slice(row, row + 1))) for row in (0, 3, 7)] == [Chunk, Chunk, Chunk]
 
 
 def packed(masks, *, share=False, ids=((5, 6, 7), (5, 6, 8))):
