@@ -417,6 +417,8 @@ OVER_SUPPORT = {
 def test_tokens_drawn_from_a_part_of_the_vocabulary_are_compared_over_it(
     name, peers, truncated, branched, tokenizer, tmp_path
 ):
+    from transformers import Trainer, TrainingArguments
+
     objective, expected = OVER_SUPPORT[name], own_step(truncated, OVER_SUPPORT[name])
     if peers == "trl":
         trainer = ours(truncated, tokenizer, config(tmp_path, truncated.data.traces, 2), objective=objective)

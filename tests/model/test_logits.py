@@ -6,6 +6,7 @@ import torch
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from tracegrad import Sequences
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.errors import ArgumentError
 from tracegrad.model import logprobs_from_logits, support_of_tokens
@@ -118,3 +119,21 @@ def test_no_rows_and_wrong_shapes():
     for wrong in ({"labels": labels[:, 1:]}, {"support": Support(support.ids, support.offsets[:-1])}):
         with pytest.raises(ArgumentError, match="TG-MODEL-027"):
             logprobs_from_logits(**{"logits": logits, "labels": labels, "support": support, **wrong})
+
+
+def test_penalties_of_padded_tokens_are_those_of_their_context():
+    nan, one = float("nan"), np.ones(1, np.float32)
+    penalties = Penalties(np.array([0]), 2 * one, one, 0 * one, np.array([1]), np.array([9], np.int32), 3 * one)
+    sequences = Sequences.from_arrays([4, 5, 5], [0, 3], [nan, -0.5, -0.5], [False, True, True], penalties=penalties)
+    support = support_of_tokens(sequences, [[-1, 2]])
+    assert (support.ids.tolist(), support.offsets.tolist()) == ([4, 5, 9], [0, 0, 3])
+    assert support.restricted.tolist() == [False, False]
+    # 4 is of the prompt, 5 of the answer, and 9 has a bias.
+    assert [column.tolist() for column in support.changes] == [[0, 0, 3], [2, 2, 1], [0, -1, 0]]
+    logits = torch.zeros(1, 2, 12, dtype=torch.float64)
+    logits[0, 1, :6] = torch.tensor([0, 0, 0, 0, 3.0, -1.0])
+    changed = logits[0, 1].clone()
+    changed[4], changed[5], changed[9] = 1.5, -3.0, 3.0
+    logp, entropy = logprobs_from_logits(logits, torch.tensor([[0, 5]]), support=support)
+    torch.testing.assert_close(logp[0, 1], changed.log_softmax(-1)[5])
+    torch.testing.assert_close(entropy[0, 1], -(changed.softmax(-1) * changed.log_softmax(-1)).sum())

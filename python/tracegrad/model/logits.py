@@ -12,7 +12,7 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.model.lm_head import MIN_CHUNK_BYTES, inverse_of
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows, Statistics, SupportChunk, slices, wide_dtype
-from tracegrad.packing.support import Support
+from tracegrad.packing.support import RecordedSampling, Support
 
 _CPU_CHUNK = 4 << 20
 
@@ -25,7 +25,8 @@ def support_of_tokens(sequences: Sequences, tokens: ArrayLike) -> Support | None
         tokens: integers of any shape: indices into `sequences.ids`, and -1 for padding and tokens that are not scored.
 
     Returns:
-        One row for each entry of `tokens`, flattened; None if all were sampled from the whole vocabulary.
+        One row for each entry of `tokens`, flattened; None if all were sampled from the whole vocabulary, without
+        penalties.
 
     >>> from tracegrad.alignment.ragged import Ragged
     >>> support = Ragged(np.array([0, 0, 2]), np.array([7, 9]))
@@ -35,14 +36,11 @@ def support_of_tokens(sequences: Sequences, tokens: ArrayLike) -> Support | None
     """
     index = np.asarray(tokens, np.int64).reshape(-1)
     scored = np.flatnonzero(index >= 0)
-    if sequences.support is None or not len(scored):
+    sampling = RecordedSampling.of(sequences)
+    if sampling is None or not len(scored):
         return None
-    rows = sequences.support.rows(index[scored])
-    if not len(rows.values):
-        return None
-    lengths = np.zeros(len(index), np.int64)
-    lengths[scored] = np.diff(rows.offsets)
-    return Support(rows.values, np.concatenate([[0], np.cumsum(lengths)]))
+    support = sampling.support_of(index[scored])
+    return support.spread(scored, len(index)) if len(support.ids) else None
 
 
 def logprobs_from_logits(
@@ -57,10 +55,10 @@ def logprobs_from_logits(
 
         z = inv_temperature * logits,    logp = z[label] - logsumexp(z),    entropy = logsumexp(z) - sum softmax(z) * z
 
-    A row with `support` was sampled from a part of the vocabulary (top-p, top-k or min-p). Its logprob is
-    z[label] - logsumexp(z[support]), and so is its gradient. Use this in place of TRL's `selective_log_softmax` and of
-    the `logprobs_from_logits` of verl and SkyRL. Sums are float32, or float64 for float64 logits, and are computed for
-    a few rows at a time.
+    A row with `support` was sampled from a part of the vocabulary (top-p, top-k or min-p), or with penalties. Its
+    logprob is z[label] - logsumexp(z[support]) of the changed scores, and its gradient is that of this logprob. Use
+    this in place of TRL's `selective_log_softmax` and of the `logprobs_from_logits` of verl and SkyRL. Sums are
+    float32, or float64 for float64 logits, and are computed for a few rows at a time.
 
     Args:
         logits: [..., V]. They are not changed.

@@ -35,27 +35,31 @@ class Support:
         ids: [K] int32: the ids of all rows. An int64 tensor after `to`.
         offsets: [U+1] int64: row u has ids[offsets[u]:offsets[u+1]]. It stays numpy, because chunks are cut by it.
         restricted: [U] bool, numpy: whether the row was sampled from its ids alone (top_p, top_k, min_p); its target is
-            among them. If not, it was sampled from the whole vocabulary.
+            among them. If not, it was sampled from the whole vocabulary. None: every row that has ids.
         changes: of the logits of the ids, by penalties and logit_bias; None if there are none.
         row: [K] int64 tensor: the row of each id; None until `to`.
 
-    >>> support = Support(np.array([5, 9, 6], np.int32), np.array([0, 2, 2, 3]), np.array([True, False, True]))
+    >>> support = Support(np.array([5, 9, 6], np.int32), np.array([0, 2, 2, 3]))
     >>> support, support.take(np.array([2, 0])).ids.tolist()
     (Support(3 ids for 2 of 3 rows), [6, 5, 9])
     """
 
     ids: Any
     offsets: NDArray[np.int64]
-    restricted: NDArray[np.bool_]
+    restricted: NDArray[np.bool_] = None  # pyright: ignore[reportAssignmentType]
     changes: LogitChanges | None = None
     row: Any = None
+
+    def __post_init__(self) -> None:
+        if self.restricted is None:
+            object.__setattr__(self, "restricted", np.diff(self.offsets) > 0)
 
     def __repr__(self) -> str:
         some = int(np.count_nonzero(np.diff(self.offsets)))
         return f"Support({int(self.offsets[-1])} ids for {some} of {len(self.offsets) - 1} rows)"
 
     def take(self, rows: NDArray[np.integer]) -> Support:
-        """Return the support of some rows, before the batch is moved to a device."""
+        """Return the support of some rows, before it is moved to a device."""
         index = Ragged(self.offsets, np.arange(len(self.ids))).take(rows)
         changes = self.changes and LogitChanges(*(column[index.values] for column in self.changes))
         return Support(self.ids[index.values], index.offsets, self.restricted[rows], changes)
@@ -74,6 +78,13 @@ class Support:
             changes=self.changes and LogitChanges(*(column[here] for column in self.changes)),
             row=self.row[here] - rows.start,
         )
+
+    def spread(self, rows: NDArray[np.integer], count: int) -> Support:
+        """Return the support of `count` rows: these are the ones in `rows`, ascending, and the others have none."""
+        lengths, restricted = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+        lengths[rows], restricted[rows] = np.diff(self.offsets), self.restricted
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return replace(self, offsets=offsets, restricted=restricted)
 
     def to(self, device: Any) -> Support:
         """Return the support with `ids`, `row` and `changes` as tensors on `device`, integers as int64."""
