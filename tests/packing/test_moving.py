@@ -47,6 +47,7 @@ def test_the_support_of_a_batch_moves_with_it(device):
     moved = batch.to(device).support
     assert (moved.ids.device.type, moved.ids.dtype, moved.row.dtype) == (device, torch.int64, torch.int64)
     assert (moved.ids.tolist(), moved.row.tolist(), moved.offsets.tolist()) == ([6, 9, 7], [0, 0, 1], [0, 2, 3])
+    assert moved.tensors() == [moved.ids, moved.row]
     second = moved.at(slice(1, 2))
     assert (second.ids.tolist(), second.row.tolist(), second.offsets.tolist()) == ([7], [0], [0, 1])
 

@@ -261,7 +261,10 @@ class SupportChunk:
     def __init__(self, chunk: Chunk, rows: Rows) -> None:
         assert rows.support is not None
         self._chunk, self._rows, self._support = chunk, rows, rows.support
-        self._is_restricted = torch.from_numpy(rows.support.restricted).to(rows.target.device)
+        if rows.support.has_changed_vocabulary:
+            self._is_restricted = torch.from_numpy(rows.support.restricted).to(rows.target.device)
+        else:  # the rows that have ids; no copy to the device
+            self._is_restricted = torch.zeros_like(rows.target, dtype=torch.bool).index_fill_(0, rows.support.row, True)
         self._scores, self._slope = chunk.scores_at(rows.support.row, rows.support.ids)
         self._in_table: Tensor | None = None  # [K] bool, the ids of rows that are not restricted
         if rows.support.changes is not None:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from tracegrad import _html, _validation
 from tracegrad.errors import ArgumentError
 from tracegrad.images import RowImages
+from tracegrad.packing.device_copy import copy_to_device, to_device
 from tracegrad.packing.support import Support
 
 if TYPE_CHECKING:
@@ -410,22 +411,3 @@ def _floats(values: Any, name: str) -> NDArray[np.floating]:
 def columns_of(batch: Batch) -> list[str]:
     """Return the names of the arrays that `Batch.to` moves."""
     return [column.name for column in fields(batch) if column.name not in ("term", "longest", "images", "support")]
-
-
-def to_device(values: Any, device: Any) -> Any:
-    """Move an array or tensor to `device` as a torch tensor, integers as int64; asynchronously to CUDA."""
-    import torch
-
-    tensor = copy_to_device(
-        values if isinstance(values, torch.Tensor) else torch.from_numpy(np.asarray(values)), device
-    )
-    return tensor if tensor.is_floating_point() else tensor.long()
-
-
-def copy_to_device(tensor: Any, device: Any) -> Any:
-    """Move a tensor to `device` in its dtype; to CUDA asynchronously, from page-locked memory."""
-    import torch
-
-    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -81,6 +81,7 @@ def _after_copy(batch: Batch, event: Any, device: Any) -> Batch:
 
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
-    for name in columns_of(batch):
-        getattr(batch, name).record_stream(current)
+    tensors = [getattr(batch, name) for name in columns_of(batch)]
+    for tensor in [*tensors, *(batch.support.tensors() if batch.support else ())]:
+        tensor.record_stream(current)
     return batch

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tracegrad import _core
 from tracegrad.alignment.ragged import Ragged
+from tracegrad.packing.device_copy import to_device
 
 if TYPE_CHECKING:
     from tracegrad.alignment.sequences import Sequences
@@ -88,11 +89,13 @@ class Support:
 
     def to(self, device: Any) -> Support:
         """Return the support with `ids`, `row` and `changes` as tensors on `device`, integers as int64."""
-        from tracegrad.packing.batch import to_device
-
         row = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets)) if self.row is None else self.row
         changes = self.changes and LogitChanges(*(to_device(column, device) for column in self.changes))
         return replace(self, ids=to_device(self.ids, device), row=to_device(row, device), changes=changes)
+
+    def tensors(self) -> list[Any]:
+        """Return what `to` has moved to the device."""
+        return [self.ids, self.row, *(self.changes or ())]
 
     @property
     def has_changed_vocabulary(self) -> bool:
