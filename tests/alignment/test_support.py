@@ -14,7 +14,7 @@ from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.data.sampling import options_on
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.storage import manifest
-from tracegrad.trainer.dataset import PreparedDataset, select
+from tracegrad.trainer.dataset import InMemoryDataset, PreparedDataset, select
 from truncated import entries_of, sample
 from vocabulary import EXAMPLE, align, load, user
 
@@ -324,6 +324,17 @@ def test_support_is_stored_loaded_selected_and_joined(tmp_path):
     assert [row.tolist() for row in dataset.take(np.array([1, 4])).support] == [[5, 9], [7, 8], []]
     assert [row.tolist() for row in dataset.take_with_details(np.array([1])).support] == [[5, 9], [7, 8]]
     assert dataset.take(np.array([4])).support is None
+
+
+def test_other_support_or_penalties_are_another_data_set():
+    nan, rewards = float("nan"), np.zeros(1, np.float32)
+    rows = [Ragged(np.array([0, 0, 2]), np.array([6, other], np.int32)) for other in (8, 9)]
+    sampling = [{}, *({"support": each} for each in rows), *({"penalties": penalties_of([0], r)} for r in (1.5, 2.0))]
+    found = [
+        InMemoryDataset(Sequences.from_arrays([5, 6], [0, 2], [nan, -1], [False, True], **each)).fingerprint(rewards)
+        for each in sampling
+    ]
+    assert len({*found}) == 5
 
 
 def test_a_trained_token_outside_of_its_support_is_refused(tmp_path):

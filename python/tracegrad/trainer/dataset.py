@@ -373,6 +373,9 @@ class InMemoryDataset:
         s, digest = self.sequences, hashlib.sha256()
         for part in (s.ids, s.trainable, s.rollout_logprobs, s.cu_seqlens, s.trace, s.group, rewards):
             digest.update(np.ascontiguousarray(part).tobytes())
+        sampling = [] if s.support is None else [s.support.data]
+        for part in (*sampling, *(vars(s.penalties).values() if s.penalties else ())):
+            digest.update(np.ascontiguousarray(part).tobytes())
         if (images := s.images) is not None:
             for part in (images.position, images.cu_features, images.pictures.digest[images.image]):
                 digest.update(np.ascontiguousarray(part).tobytes())
