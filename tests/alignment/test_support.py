@@ -300,6 +300,40 @@ def test_pack_gives_each_logit_row_the_changes_of_its_context():
     assert not found.restricted.any()
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_legacy_completions_list_ids_by_name(tokenizer, echo):
+    record, supports, logprobs = sample(np.random.default_rng(9), 8, "processed", 60, top_k=10)
+    [choice] = record["calls"][0]["response"]["choices"]
+    entries = entries_of(record)
+    tops = [{f"token_id:{e['token_id']}": e["logprob"] for e in entry["top_logprobs"]} for entry in entries]
+    lists = {
+        "tokens": [f"token_id:{entry['token_id']}" for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": tops,
+    }
+    prompt = [5, 6, 7]
+    if echo:
+        listed = {"token_id:5": -1.0, "token_id:6": -2.0}
+        lists["tokens"] = [f"token_id:{id_}" for id_ in prompt] + lists["tokens"]
+        lists["token_logprobs"] = [None, -1.0, -2.0] + lists["token_logprobs"]
+        lists["top_logprobs"] = [None, listed, listed, *tops]
+    text = tokenizer.decode(choice["token_ids"])
+    answer = {"index": 0, "text": text, "logprobs": lists, "finish_reason": "length"}
+    call = {
+        "request": {"prompt": prompt, "top_k": 10, "echo": echo},
+        "response": {"object": "text_completion", "choices": [answer]},
+    }
+    legacy = {**record, "calls": [call]}
+    rows, recorded = found(align(tokenizer, legacy))
+    assert rows == supports
+    np.testing.assert_allclose(recorded, logprobs, atol=1e-6)
+    # An id that is named by its text is ambiguous.
+    lists["top_logprobs"] = [
+        top and {f"{name} ": value for name, value in top.items()} for top in lists["top_logprobs"]
+    ]
+    assert align(tokenizer, legacy).support is None
+
+
 def sequences_of(rows, ids=(5, 6, 7)):
     nan = float("nan")
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)

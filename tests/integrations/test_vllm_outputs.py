@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tracegrad as tg
+from tracegrad.data.sampling import options_on
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.vllm import traces_from_outputs
+from vocabulary import EXAMPLE, load
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Flat:
     end_indices: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, steps):
@@ -37,6 +41,7 @@ class Flat:
             for token, entry in (step or {}).items():
                 flat.token_ids.append(token)
                 flat.logprobs.append(entry.logprob)
+                flat.ranks.append(entry.rank)
             flat.end_indices.append(len(flat.token_ids))
         return flat
 
@@ -130,6 +135,49 @@ def test_experts_masks_and_versions_come_along():
     record = json.loads(traces_from_outputs([request(STEPS, **more)])[0].record)
     assert record["outputs"][0]["sampling_mask"] == more["sampling_mask"]
     assert traces_from_outputs([request(STEPS, **more)])[0].generations[0].versions == [(0, 4, 7)]
+
+
+HIDDEN = float("-inf")
+# Processed logprobs of top_k 2: the ids that it excludes are -inf. The sampled id is listed in addition to the first
+# three, here as one of them.
+TRUNCATED = [
+    {5: Logprob(-0.5, 1), 9: Logprob(-0.93275, 2), 4: Logprob(HIDDEN, 3)},
+    {6: Logprob(-2.0, 2), 7: Logprob(-0.14541, 1), 3: Logprob(HIDDEN, 3)},
+]
+
+
+@pytest.mark.parametrize("kind", ["dicts", "flat", "flat, the sampled id twice", "JSON of dicts", "JSON of flat"])
+def test_the_listed_ids_prove_the_support(kind):
+    steps = Flat.of(TRUNCATED) if "flat" in kind else TRUNCATED
+    if "twice" in kind:  # as vLLM appends them: the sampled id, then the most probable ones
+        steps = Flat(
+            [0, 4], [4, 8], [5, 5, 9, 4, 6, 7, 6, 3], [-0.5, -0.5, -0.93275, HIDDEN, -2.0, -0.14541, -2.0, HIDDEN]
+        )
+        steps.ranks = [1, 1, 2, 3, 2, 1, 2, 3]
+    tokenizer = load(EXAMPLE)
+    completion = Completion(0, tokenizer.decode([5, 6]), [5, 6], steps, finish_reason="length")
+    request = Request("r", [1, 2], [completion])
+    options = {"logprob_kind": "processed", "temperature": 0.7, "sampling": {"top_k": 2}}
+    if "JSON" in kind:
+        record = json.loads(json.dumps(asdict(request)).replace("-Infinity", '"-Infinity"'))
+        traces = Traces.from_records([{**record, "logprob_kind": "processed", "temperature": 0.7, "top_k": 2}])
+    else:
+        traces = traces_from_outputs([request], **options)
+    sequences = tg.align(traces, tokenizer)
+    terms = sequences.terms
+    assert sequences.support is not None
+    assert [row.tolist() for row in sequences.support.rows(terms)] == [[5, 9], [6, 7]]
+    assert sequences.rollout_logprobs[terms].tolist() == pytest.approx([-0.5, -2.0])
+    assert (options_on(int(sequences.replayed[0])), sequences.reshaped[0]) == (("top_k",), 0)
+
+
+def test_a_sampling_mask_of_the_objects_is_the_support():
+    tokenizer, steps = load(EXAMPLE), [{5: Logprob(-0.5, 1)}, {6: Logprob(-2.0, 2)}]
+    masks, text = [[5, 9], [6, 7]], tokenizer.decode([5, 6])
+    completion = Completion(0, text, [5, 6], steps, finish_reason="length", sampling_mask=masks)
+    options = {"logprob_kind": "processed", "temperature": 1.0, "top_p": 0.9}
+    sequences = tg.align(traces_from_outputs([Request("r", [1, 2], [completion])], **options), tokenizer)
+    assert [row.tolist() for row in sequences.support.rows(sequences.terms)] == [[5, 9], [6, 7]]
 
 
 def test_what_is_no_request_output_is_refused():

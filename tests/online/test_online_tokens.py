@@ -46,7 +46,9 @@ def test_an_agent_with_its_own_client_is_told_that_it_has_no_address(tmp_path):
         run(server, tmp_path / "run", agent=by_address, input="token_ids", max_consecutive_failures=2)
 
 
-def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a function that opens the servers of a run with options, and returns the arguments of the server."""
     started = []
 
     class Stop(Exception):
@@ -57,12 +59,31 @@ def test_a_server_that_a_run_starts_has_the_flag(tmp_path, monkeypatch):
         raise Stop
 
     monkeypatch.setattr("tracegrad.rollout.launch.launch", launch)
-    for ids in ("messages", "token_ids"):
+
+    def arguments_of(out, engine, **options):
         with (
             pytest.raises(Stop),
             servers.open_servers(
-                MODEL, [], None, "python", {}, OnlineConfig(), RolloutConfig(input=ids), tmp_path / ids, print
+                MODEL, [], None, "python", engine, OnlineConfig(), RolloutConfig(**options), out, print
             ),
         ):
             pass
-    assert ["--enable-scale-out" in arguments for arguments in started] == [False, True]
+        return started[-1]
+
+    return arguments_of
+
+
+def test_a_server_that_a_run_starts_has_the_flag(launched, tmp_path):
+    assert ["--enable-scale-out" in launched(tmp_path, {}, input=ids) for ids in ("messages", "token_ids")] == [
+        False,
+        True,
+    ]
+
+
+def test_a_server_that_a_run_starts_lists_as_many_ids_as_rollouts_ask_for(launched, tmp_path):
+    def most(engine, **options):
+        return [each for each in launched(tmp_path, engine, **options) if each.startswith("--max-logprobs")]
+
+    assert [most({}), most({}, top_logprobs=20)] == [[], []]
+    assert most({}, top_p=0.9, top_logprobs=64) == ["--max-logprobs=64"]
+    assert most({"max_logprobs": 100}, top_p=0.9, top_logprobs=64) == ["--max-logprobs=100"]

@@ -104,12 +104,46 @@ print(json.dumps([
 """
 
 
-def test_vllms_own_objects_are_taken_in_its_own_process(request, tmp_path):
+SUPPORT = """
+import json, sys
+import tracegrad as tg
+from vllm.logprobs import FlatLogprobs, Logprob, append_logprobs_for_next_position
+from vllm.outputs import CompletionOutput, RequestOutput
+from tracegrad.integrations.vllm import traces_from_outputs
+hidden = float("-inf")  # an id that top_k 2 excludes; the sampled id is first, then again among the three most probable
+columns = [([5, 5, 9, 4], [-0.5, -0.5, -0.93275, hidden], 1), ([6, 7, 6, 3], [-2.0, -0.14541, -2.0, hidden], 2)]
+steps, flat = [], FlatLogprobs()
+for ids, logprobs, rank in columns:
+    for each in (steps, flat):
+        append_logprobs_for_next_position(each, ids, logprobs, [None] * 4, rank, 3)
+tokenizer = tg.Tokenizer.from_pretrained(sys.argv[1])
+text = tokenizer.decode([5, 6])
+lists = enumerate([steps, flat])
+outputs = [CompletionOutput(i, text, [5, 6], -2.5, each, finish_reason="length") for i, each in lists]
+request = RequestOutput("r", "p", [1, 2], None, outputs, True)
+options = {"logprob_kind": "processed", "temperature": 0.7, "sampling": {"top_k": 2}}
+sequences = tg.align(traces_from_outputs([request], **options), tokenizer)
+print(json.dumps([row.tolist() for row in sequences.support.rows(sequences.terms)]))
+"""
+
+
+def printed_in_vllm(request, folder, script, *arguments):
+    """Run a script in vLLM's interpreter, and return the JSON of its last line."""
     python = request.config.getoption("--vllm-python")
     # Only tracegrad is put on the path: the packages beside it are another environment's.
-    (tmp_path / "tracegrad").symlink_to(Path(tg.__file__).parent, target_is_directory=True)
-    told = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([python, "-c", OBJECTS], capture_output=True, text=True, check=False, env=told)
+    (folder / "tracegrad").symlink_to(Path(tg.__file__).parent, target_is_directory=True)
+    told = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [python, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=told)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_vllms_own_objects_are_taken_in_its_own_process(request, tmp_path):
     expected = [[1, 2], [5, 6], [-0.125, -2.5], 7]
-    assert json.loads(done.stdout.splitlines()[-1]) == [["r-0", 1.0, *expected], ["r-1", 0.0, *expected]]
+    assert printed_in_vllm(request, tmp_path, OBJECTS) == [["r-0", 1.0, *expected], ["r-1", 0.0, *expected]]
+
+
+def test_vllms_own_objects_prove_the_support(request, example, tmp_path):
+    found = printed_in_vllm(request, tmp_path, SUPPORT, str(example / "model"))
+    assert found == [[5, 9], [6, 7]] * 2

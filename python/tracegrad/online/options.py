@@ -61,8 +61,8 @@ class RolloutConfig:
     top_logprobs: int = 0
     """Number of most probable tokens that servers list with each token of a request with top_p, top_k or min_p. They
     show from which tokens the sampler drew, and logprobs are compared over these. Use more than top_k, or enough for
-    what top_p keeps; tokens that need more have no logprob. Start vLLM with --max-logprobs of at least this number. If
-    it is 0, requests with these options are refused."""
+    what top_p keeps; tokens that need more have no logprob. If you start vLLM yourself, give it --max-logprobs of at
+    least this number. If it is 0, requests with these options are refused."""
     input: Literal["messages", "token_ids"] = "messages"
     """How a turn is sent to the servers. "messages" renders the whole conversation again each turn and works with any
     agent. "token_ids" sends token ids, so no sampled token is tokenised again; it needs servers with --enable-scale-out

@@ -17,6 +17,8 @@ from tracegrad.weight_sync import File, Lora, Nccl
 
 FOLDER = "weights"
 NAME = "policy"
+MAX_LOGPROBS = 20
+"""The number of `top_logprobs` that vLLM allows without --max-logprobs."""
 
 
 def weight_sync_backend(trainer: Trainer, options: OnlineConfig) -> Callable[[Any], Any]:
@@ -115,7 +117,10 @@ def open_servers(
                 f"TG-ONLINE-035: engine.{name} would be visible in command lines and in run.json. {instead}."
             )
     # Processed logprobs include the temperature of each request, as the trainer's do.
-    arguments = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs", **engine}
+    defaults: dict[str, Any] = {"generation_config": "vllm", "logprobs_mode": "processed_logprobs"}
+    if rollout.top_logprobs > MAX_LOGPROBS:
+        defaults["max_logprobs"] = rollout.top_logprobs
+    arguments = {**defaults, **engine}
     adapters: dict[str, Any] = (
         {"versions": adapters_kept(options), "rank": rank} if options.weight_sync == "lora" else {}
     )

@@ -136,7 +136,8 @@ fn array_items(array: &Bound<'_, PyUntypedArray>, json: &mut Vec<u8>) -> PyResul
     Err(to_python(array.py(), &error))
 }
 
-/// Writes the logprob of each sampled id. The entry of a step is selected by id, never by its order.
+/// Writes a step for each sampled id: its logprob, or all ids of the step with logprob and rank if there are several.
+/// The entry of a step is selected by id, never by its order.
 fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) -> PyResult<()> {
     let py = ids.py();
     let ids = match ids.cast::<PyList>() {
@@ -150,19 +151,48 @@ fn chosen(ids: &Bound<'_, PyAny>, steps: &Bound<'_, PyAny>, json: &mut Vec<u8>) 
     for (index, step) in steps.try_iter()?.enumerate() {
         comma(index, json);
         let step = step?;
-        let entry = match (ids.get_item(index), step.cast::<PyDict>()) {
-            (Ok(id), Ok(step)) => step.get_item(id)?,
-            _ => None,
+        let Ok(step) = step.cast::<PyDict>() else {
+            json.extend_from_slice(b"null");
+            continue;
         };
-        match entry {
+        if step.len() > 1 {
+            json.push(b'{');
+            for (place, (id, entry)) in step.iter().enumerate() {
+                comma(place, json);
+                let rank = entry.getattr_opt(intern!(py, "rank"))?;
+                listed(&id, logprob_of(&entry)?, rank.as_ref(), json)?;
+            }
+            json.push(b'}');
+            continue;
+        }
+        match ids.get_item(index).ok().map(|id| step.get_item(id)).transpose()?.flatten() {
+            Some(entry) => real(logprob_of(&entry)?, json),
             None => json.extend_from_slice(b"null"),
-            Some(entry) => match entry.cast_exact::<PyFloat>() {
-                Ok(float) => real(float.value(), json),
-                Err(_) => real(entry.getattr(intern!(py, "logprob"))?.extract::<f64>()?, json),
-            },
         }
     }
     json.push(b']');
+    Ok(())
+}
+
+/// Returns the number of an entry: a float, or vLLM's `Logprob`.
+fn logprob_of(entry: &Bound<'_, PyAny>) -> PyResult<f64> {
+    match entry.cast_exact::<PyFloat>() {
+        Ok(float) => Ok(float.value()),
+        Err(_) => entry.getattr(intern!(entry.py(), "logprob"))?.extract(),
+    }
+}
+
+/// Writes one of several ids of a step, as vLLM's `Logprob` is written.
+fn listed(id: &Bound<'_, PyAny>, logprob: f64, rank: Option<&Bound<'_, PyAny>>, json: &mut Vec<u8>) -> PyResult<()> {
+    json.push(b'"');
+    write(id.extract::<i64>().map_err(|_| no_number(id))?, json);
+    json.extend_from_slice(b"\":{\"logprob\":");
+    real(logprob, json);
+    if let Some(rank) = rank.and_then(|rank| rank.extract::<u32>().ok()) {
+        json.extend_from_slice(b",\"rank\":");
+        write(rank, json);
+    }
+    json.push(b'}');
     Ok(())
 }
 
@@ -175,14 +205,31 @@ fn chosen_flat(
 ) -> PyResult<()> {
     let py = ids.py();
     let column = |name| -> PyResult<Bound<'_, PyList>> { Ok(flat.getattr(name)?.cast_into()?) };
-    let (ends, listed) = (column(intern!(py, "end_indices"))?, column(intern!(py, "token_ids"))?);
+    let (ends, listed_ids) = (column(intern!(py, "end_indices"))?, column(intern!(py, "token_ids"))?);
     let logprobs = column(intern!(py, "logprobs"))?;
+    let ranks = column(intern!(py, "ranks")).ok();
     json.push(b'[');
     for index in 0..starts.len() {
         comma(index, json);
         let range: std::ops::Range<usize> = starts.get_item(index)?.extract()?..ends.get_item(index)?.extract()?;
+        if range.len() > 1 {
+            json.push(b'{');
+            let first = range.start;
+            for at in range {
+                let id = listed_ids.get_item(at)?;
+                // The sampled id is listed again if it is among the most probable ones.
+                if at > first && id.eq(listed_ids.get_item(first)?)? {
+                    continue;
+                }
+                comma(at - first, json);
+                let rank = ranks.as_ref().and_then(|ranks| ranks.get_item(at).ok());
+                listed(&id, logprobs.get_item(at)?.extract()?, rank.as_ref(), json)?;
+            }
+            json.push(b'}');
+            continue;
+        }
         let expected = ids.get_item(index).ok();
-        let index_of_id = range.into_iter().find(|&at| match (&expected, listed.get_item(at)) {
+        let index_of_id = range.into_iter().find(|&at| match (&expected, listed_ids.get_item(at)) {
             (Some(expected), Ok(id)) => expected.eq(id).unwrap_or(false),
             _ => false,
         });

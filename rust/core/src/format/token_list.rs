@@ -460,6 +460,28 @@ impl<'de> Deserialize<'de> for Reading {
     }
 }
 
+/// The logprob of one of the ids that a server lists at a step.
+#[derive(Debug, Clone, Copy)]
+pub struct ListedLogprob {
+    /// The logprob, if the id was sampled.
+    pub sampled: Reading,
+    /// The logprob as one of the most probable ids, as by [`listed_logprob`].
+    pub listed: Option<f32>,
+}
+
+impl<'de> Deserialize<'de> for ListedLogprob {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Scalar::deserialize(deserializer)?;
+        let number = match &value {
+            Scalar::Null => return Ok(Self { sampled: Reading::Missing, listed: None }),
+            Scalar::Text(word) => number_from_word(word),
+            number => number.number(),
+        };
+        let number = number.ok_or_else(|| value.refused("a logprob (a number or null)"))?;
+        Ok(Self { sampled: Reading::of(number), listed: listed_logprob(number) })
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 pub struct Id(pub u32);
 

@@ -11,9 +11,12 @@ use super::interface::{
 };
 use crate::findings;
 use crate::format::json::object::TokenLists;
-use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens};
+use crate::format::token_list::{ListedLogprob, MAX_ID, placeholder};
+use crate::trace::{Generation, LogprobKind, Pieces, Prompt, Stop, Tokens, TopLogprobs};
 use serde::Deserialize;
 use serde_json::Value;
+use serde_json::value::RawValue;
+use std::collections::BTreeMap;
 
 pub(super) const SERVER: Server = Server {
     form: Form { name: "completions", reason: "its `choices` have `text`" },
@@ -32,6 +35,7 @@ fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
     let mut generation = context.generation(LogprobKind::Unknown);
     let mut text = choice.text("text")?.unwrap_or_default();
     let listed = choice.logprobs("logprobs")?;
+    let all = listed.as_ref().map_or(0, Tokens::len);
     let sent = sent_prompt(context, &choice)?;
     let reported = either(choice.ids("prompt_token_ids")?, || response.ids("prompt_token_ids"))?;
     generation.prompt = reported.map_or_else(|| sent.clone(), Prompt::Ids);
@@ -45,7 +49,11 @@ fn answer(response: &Outline<'_>, context: &CallContext<'_>) -> Decoded<Entry> {
         }
         listed => listed,
     };
+    let skipped = all.saturating_sub(tokens.as_ref().map_or(0, Tokens::len));
     generation.tokens = TokenLists::listed(tokens, ids).into_tokens()?;
+    if generation.tokens.ids.is_some() {
+        generation.tokens.top = top_logprobs(&choice, skipped, generation.tokens.len())?;
+    }
     generation.finish_reason = finish_under(&choice, "finish_reason")?;
     generation.stop = stop_under(&choice, "stop_reason")?;
     note_past_stop(&mut generation, &text, context)?;
@@ -159,6 +167,37 @@ fn tokens_from(tokens: &Tokens, start: usize) -> Tokens {
         invalid: tokens.invalid - (unknown - missing).min(tokens.invalid),
         top: None,
     }
+}
+
+/// Reads `top_logprobs`, a list of `{"token_id:5": -0.1}` (vLLM's `return_tokens_as_token_ids`). Names that are texts
+/// are not read, because several ids can have the same text.
+///
+/// `skipped` tokens of the prompt come first. Returns `None` if the list does not have `count` further steps.
+fn top_logprobs(choice: &Outline<'_>, skipped: usize, count: usize) -> Decoded<Option<Box<TopLogprobs>>> {
+    if !choice.is("logprobs", Shape::Object) {
+        return Ok(None);
+    }
+    let logprobs = choice.object("logprobs")?.unwrap_or_default();
+    if !logprobs.is("top_logprobs", Shape::List) {
+        return Ok(None);
+    }
+    let steps = logprobs.list("top_logprobs")?.unwrap_or_default();
+    let mut top = TopLogprobs::default();
+    for step in steps.iter().skip(skipped) {
+        for (id, logprob) in named_ids(step).filter(|listed| listed.len() > 1).unwrap_or_default() {
+            top.ids.push(id);
+            top.logprobs.push(logprob);
+        }
+        top.ends.push(top.ids.len() as u32);
+    }
+    Ok(Some(Box::new(top)).filter(|top| top.ends.len() == count && !top.ids.is_empty()))
+}
+
+/// Returns the ids and logprobs of `{"token_id:5": -0.1}`; `None` if a key is no id or a logprob is unknown.
+fn named_ids(step: &RawValue) -> Option<Vec<(u32, f32)>> {
+    let entries: BTreeMap<String, ListedLogprob> = serde_json::from_str(step.get()).ok()?;
+    let id = |name: &str| placeholder(name.as_bytes()).filter(|id| *id <= MAX_ID).map(|id| id as u32);
+    entries.iter().map(|(name, entry)| Some((id(name)?, entry.listed?))).collect()
 }
 
 /// Returns the offset of each token, in characters of the text.

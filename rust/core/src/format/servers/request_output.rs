@@ -13,11 +13,12 @@ use super::interface::{
 use crate::findings;
 use crate::format::build::calls::chat_request;
 use crate::format::build::extras::{routed_experts, sampling_mask, version_spans};
-use crate::format::token_list::listed_logprob;
+use crate::format::token_list::ListedLogprob;
 use crate::trace::{Generation, LogprobKind, Note, Prompt, Tokens};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 pub(super) const VLLM: Server = Server {
     form: Form { name: "vllm_offline", reason: "its `outputs` have `token_ids`" },
@@ -129,11 +130,10 @@ fn listed(step: &RawValue) -> Option<Vec<(u32, f32)>> {
     let among_first =
         |entry: &Number| !matches!(entry, Number::Named { rank: Some(rank), .. } if *rank > entries.len());
     let number = |entry: &Number| match entry {
-        Number::Named { logprob, .. } | Number::Bare(logprob) => *logprob,
+        Number::Named { logprob, .. } | Number::Bare(logprob) => logprob.listed,
     };
     let first = entries.iter().filter(|(_, entry)| among_first(entry));
-    let listed: Vec<(u32, f32)> =
-        first.map(|(id, entry)| Some((*id, listed_logprob(number(entry))?))).collect::<Option<_>>()?;
+    let listed: Vec<(u32, f32)> = first.map(|(id, entry)| Some((*id, number(entry)?))).collect::<Option<_>>()?;
     Some(listed).filter(|listed| listed.len() > 1)
 }
 
@@ -142,11 +142,11 @@ fn listed(step: &RawValue) -> Option<Vec<(u32, f32)>> {
 #[serde(untagged)]
 enum Number {
     Named {
-        logprob: f64,
+        logprob: ListedLogprob,
         #[serde(default)]
         rank: Option<usize>,
     },
-    Bare(f64),
+    Bare(ListedLogprob),
 }
 
 /// Returns the logprob and the text of the sampled token at a step.
@@ -171,7 +171,9 @@ struct Flat {
     start_indices: Vec<usize>,
     end_indices: Vec<usize>,
     token_ids: Vec<Id>,
-    logprobs: Vec<Reading>,
+    logprobs: Vec<ListedLogprob>,
+    #[serde(default)]
+    ranks: Vec<Option<usize>>,
     #[serde(default)]
     decoded_tokens: Vec<TokenText>,
 }
@@ -183,11 +185,25 @@ impl Flat {
         for (&id, (&start, &end)) in ids.iter().zip(self.start_indices.iter().zip(&self.end_indices)) {
             let step = self.token_ids.get(start..end).unwrap_or_default();
             let index = step.iter().position(|listed| listed.0 == id).map(|offset| start + offset);
-            let reading = index.and_then(|at| self.logprobs.get(at)).copied().unwrap_or(Reading::Missing);
+            let reading = index.and_then(|at| self.logprobs.get(at)).map_or(Reading::Missing, |entry| entry.sampled);
+            for (id, logprob) in self.listed(start..end).unwrap_or_default() {
+                listing.list(id, logprob);
+            }
             let text = index.and_then(|at| self.decoded_tokens.get(at)).and_then(|text| text.0.as_deref());
             listing.push(Some(id), reading, text, None);
         }
         Tokens { ids: Some(ids.to_vec()), ..listing.into_tokens() }
+    }
+
+    /// Returns the most probable ids of a step with their logprobs, as the function `listed`.
+    fn listed(&self, step: Range<usize>) -> Option<Vec<(u32, f32)>> {
+        let mut ids: Vec<u32> = self.token_ids.get(step.clone())?.iter().map(|id| id.0).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        let among_first = |at: &usize| !matches!(self.ranks.get(*at), Some(Some(rank)) if *rank > ids.len());
+        let entry = |at: usize| Some((self.token_ids.get(at)?.0, self.logprobs.get(at)?.listed?));
+        let listed: Vec<(u32, f32)> = step.filter(among_first).map(entry).collect::<Option<_>>()?;
+        Some(listed).filter(|_| ids.len() > 1)
     }
 }
 
