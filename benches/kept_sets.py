@@ -1,4 +1,4 @@
-"""Sets of kept ids like those of prime-rl's samplers, for support_size.py and support_cost.py."""
+"""Make sets of kept ids like those of prime-rl's samplers, for support_size.py and support_cost.py."""
 
 from __future__ import annotations
 

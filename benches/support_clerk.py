@@ -4,7 +4,7 @@
 
 The policy of examples/quickstart plays prompts of the split `traces` and records each call as vLLM's
 /inference/v1/generate does, with processed logprobs. It is trained on them by -A theta/rollout without a clip, so that
-each pass needs the recorded logprobs. The arms:
+each pass needs the recorded logprobs, or by --objective DAPO. The arms:
 
 - `replayed`: top_p, with the ids that it keeps in the record (`sampling_mask`);
 - `vocabulary`: the same records without these ids, accepted by data.accept_truncated_sampling;
@@ -44,7 +44,7 @@ from page_table import put_table  # noqa: E402
 
 SAMPLES = 8
 COMMAND = "python benches/support_clerk.py --out benches/results/support.json"
-OBJECTIVE = Objective(Importance(), Ratio("theta", "rollout"))
+OBJECTIVES = {"unclipped": Objective(Importance(), Ratio("theta", "rollout")), "DAPO": tg.presets.DAPO}
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,16 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict:
         changes += [("train.groups_per_step", options.groups_per_step), ("data.holdout", 0.0)]
         changes += [("data.accept_truncated_sampling", name == "vocabulary")]
         model, _ = rollout.load(QUICKSTART / "model")
-        how = {"objective": OBJECTIVE, "config": load(QUICKSTART / "run.toml", changes), "out": Path(folder, "run")}
-        trainer.train(sequences, model, **how, tokenizer=QUICKSTART / "model", sinks=(), log=lambda _: None)
+        trainer.train(
+            sequences,
+            model,
+            objective=OBJECTIVES[options.objective],
+            config=load(QUICKSTART / "run.toml", changes),
+            out=Path(folder, "run"),
+            tokenizer=QUICKSTART / "model",
+            sinks=(),
+            log=lambda _: None,
+        )
         row["seconds"] = round(time.perf_counter() - began)
         places = list_checkpoints(Path(folder, "run"))
         for key, top_p in (("after", 1.0), ("after_top_p", options.top_p)):
@@ -188,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--page", type=Path)
+    parser.add_argument("--objective", choices=OBJECTIVES, default="unclipped")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--groups", type=int, default=128)
     parser.add_argument("--groups-per-step", type=int, default=8)
@@ -196,16 +205,17 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.8)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    names = ("seeds", "groups", "groups_per_step", "passes", "prompts", "top_p")
+    key = "clerk" if options.objective == "unclipped" else f"clerk {options.objective}"
+    names = ("objective", "seeds", "groups", "groups_per_step", "passes", "prompts", "top_p")
     settings = {name: getattr(options, name) for name in names}
     everything = json.loads(options.out.read_text()) if options.out.exists() else {}
-    data = everything.get("clerk") or {"command": COMMAND, "settings": settings, "runs": []}
+    data = everything.get(key) or {"command": COMMAND, "settings": settings, "runs": []}
     if data["settings"] != settings:
         parser.error(f"{options.out} has runs with {data['settings']}. Write to another file.")
 
     def save() -> None:
         kept = json.loads(options.out.read_text()) if options.out.exists() else {}
-        options.out.write_text(json.dumps({**kept, "clerk": data}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**kept, key: data}, indent=1) + "\n")
 
     for seed, name in itertools.product(range(options.seeds), ARMS):
         if not any((row["arm"], row["seed"]) == (name, seed) for row in data["runs"]):
@@ -214,13 +224,14 @@ def main() -> None:
             save()
     if "before" not in data:
         start = QUICKSTART / "model"
-        keys = (("after", 1.0), ("after_top_p", options.top_p))
-        data["before"] = {k: [success(start, seed, p, options) for seed in range(options.seeds)] for k, p in keys}
+        for kind, top_p in (("after", 1.0), ("after_top_p", options.top_p)):
+            rates = [success(start, seed, top_p, options) for seed in range(options.seeds)]
+            data.setdefault("before", {})[kind] = rates
         save()
     lines = table(data)
     print("\n".join(lines))
     if options.page is not None:
-        put_table(options.page, "support", lines)
+        put_table(options.page, "support" if key == "clerk" else f"support-{options.objective}", lines)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,9 @@ from tracegrad.objective import EntropyBonus, Objective
 from tracegrad.objective.torch_loss import Terms
 from tracegrad.packing import Batch
 from tracegrad.trainer.step import correct_step
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
+from page_table import put_table
 
 COMMAND = "python benches/support_cost.py --out benches/results/support.json"
 BONUS = EntropyBonus(0.01, masked=False, over="support")
@@ -130,7 +134,7 @@ def measure(plan: str, objective: str, rows: int, hidden: int, rounds: int) -> d
     }
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict]) -> list[str]:
     """Return the share that the support adds."""
     lines = [
         f"| objective | plan | without, CPU s | its operations | all rows (limit {LIMIT:.0%}) | quartiles "
@@ -142,15 +146,16 @@ def table(rows: list[dict]) -> str:
         figures = f"{row['seconds']['none']:.2f} | {row['own']:.2%} | {row['more']['all']:+.1%}"
         quartiles = f"{low:+.1%} to {high:+.1%}"
         lines.append(f"| {row['objective']} | {row['plan']} | {figures} | {quartiles} | {row['more']['half']:+.1%} |")
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [
@@ -160,7 +165,10 @@ def main() -> None:
     ]
     kept = json.loads(options.out.read_text()) if options.out.exists() else {}
     options.out.write_text(json.dumps({**kept, "cost": {"command": COMMAND, "rows": rows}}, indent=1) + "\n")
-    print(table(rows))
+    lines = table(rows)
+    print("\n".join(lines))
+    if options.page is not None:
+        put_table(options.page, "support-cost", lines)
 
 
 if __name__ == "__main__":

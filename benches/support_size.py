@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from kept_sets import kept_sets, sources, unigrams
 from tracegrad import Sequences
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.token_sets import TokenSets
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "quickstart"))
+from page_table import put_table
 
 COMMAND = "python benches/support_size.py --out benches/results/support.json"
 ANSWER = 512
@@ -72,7 +76,7 @@ def saved(sequences: Sequences) -> int:
         return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict]) -> list[str]:
     """Return bytes a sampled token."""
     lines = [
         f"| ids by | size: mean, median, p99, singletons | memory (limit {LIMIT}, stretch {STRETCH}) | saved "
@@ -85,18 +89,22 @@ def table(rows: list[dict]) -> str:
         keys = ("memory", "saved", "of_sets", "without_sampled_id", "as_int32")
         figures = " | ".join(f"{row[key]:.1f}" for key in keys)
         lines.append(f"| {row['frequencies']} | {about} | {figures} |")
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--traces", type=int, default=200)
     options = parser.parse_args()
     rows = [measure(source, options.traces) for source in sources()]
     kept = json.loads(options.out.read_text()) if options.out.exists() else {}
     options.out.write_text(json.dumps({**kept, "size": {"command": COMMAND, "rows": rows}}, indent=1) + "\n")
-    print(table(rows))
+    lines = table(rows)
+    print("\n".join(lines))
+    if options.page is not None:
+        put_table(options.page, "support-size", lines)
 
 
 if __name__ == "__main__":
