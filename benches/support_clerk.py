@@ -208,8 +208,10 @@ def main() -> None:
     key = "clerk" if options.objective == "unclipped" else f"clerk {options.objective}"
     names = ("objective", "seeds", "groups", "groups_per_step", "passes", "prompts", "top_p")
     settings = {name: getattr(options, name) for name in names}
+    changed = [name for name in names if settings[name] != parser.get_default(name)]
+    flags = "".join(f" --{name.replace('_', '-')} {settings[name]}" for name in changed)
     everything = json.loads(options.out.read_text()) if options.out.exists() else {}
-    data = everything.get(key) or {"command": COMMAND, "settings": settings, "runs": []}
+    data = everything.get(key) or {"command": COMMAND + flags, "settings": settings, "runs": []}
     if data["settings"] != settings:
         parser.error(f"{options.out} has runs with {data['settings']}. Write to another file.")
 
