@@ -124,8 +124,8 @@ fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
         name: "sampling_mask",
         first: ExtraStart::Sampled,
         shape: Vec::new(),
-        ends: vec![2, 3],
-        values: vec![10, 9, 11],
+        ends: vec![2, 4],
+        values: vec![10, 9, 11, 8],
     };
     let mut first = sampled(&[10, 11], Prompt::Ids(vec![5, 6]));
     first.extras = vec![experts(3, 0), mask];
@@ -137,8 +137,8 @@ fn extras_belong_to_their_tokens_and_other_tokens_have_none() {
     assert_eq!((routed.name, masks.name), ("routed_experts", "sampling_mask"));
     // Tokens 0 to 2 keep the rows of the first call, 3 and 4 get those of the second, and 5 has none.
     assert_eq!(routed.values, [0, 1, 2, 3, 4, 5, 106, 107, 108, 109, NO_VALUE, NO_VALUE]);
-    assert_eq!(masks.offsets, [0, 0, 0, 2, 3, 3, 3]);
-    assert_eq!(masks.values, [10, 9, 11]);
+    assert_eq!(masks.offsets, [0, 0, 0, 2, 4, 4, 4]);
+    assert_eq!(masks.values, [10, 9, 11, 8]);
 }
 
 #[test]
