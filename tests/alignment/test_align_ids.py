@@ -243,7 +243,8 @@ def test_a_sampling_mask_is_bounded_too(wide, id_):
         record = {"id": "t", "logprob_kind": "processed", "calls": [{"request": request, "response": response}]}
         return align(wide, record)
 
-    right, wrong = found([[30], [40, 41], [2]]), found([[30], [40, id_], [2]])
+    masks = [[i, i + 1] for i in SAMPLED]
+    right, wrong = found(masks), found([masks[0], [*masks[1], id_], masks[2]])
     assert trained(right) == SAMPLED
     assert right.support is not None
     assert trained(wrong) == []

@@ -183,8 +183,8 @@ def test_a_run_of_langsmith_that_failed_is_a_failed_call_also_where_langchain_le
     report = tg.read([*records, run(asked, {"output": said("3")})], on_error="skip").read_report
     assert (report.traces, report.bad) == (1, 2)
     assert [each.partition("failed: ")[2][:22] for each in report.errors] == [
-        "BadRequest('400'). The",
-        "timeout. There is no g",
+        "BadRequest('400'). No ",
+        "timeout. No generation",
     ]
 
 

@@ -13,13 +13,17 @@ from dataclasses import fields, is_dataclass, replace
 from math import e, exp, isclose, log
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import tracegrad as tg
 from ignored_fields import ignored
 from tracegrad import objective as algebra
+from tracegrad.alignment.ragged import Ragged
 from tracegrad.errors import ArgumentError
+from tracegrad.model import policy_loss
 from tracegrad.objective import (
     AdaptiveEntropy,
     AdvantageShift,
@@ -148,6 +152,17 @@ def bonus(
 ) -> float:
     told = {"entropy": EntropyBonus(coef, masked=masked, **fields), **(parts or {})}
     return loss(parts=told, a=0.0, entropy=entropy, of_old=(0.0, log(3)))
+
+
+def of_support(over: Any) -> float:
+    """The loss of one token with advantage 0 that was drawn from two of eight ids, all equally probable."""
+    rows = Ragged(np.array([0, 0, 2]), np.array([6, 7], np.int32))
+    sequences = tg.Sequences.from_arrays([5, 6], [0, 2], [np.nan, -0.5], [False, True], support=rows)
+    [step] = tg.pack(sequences, [0.0], tokens_per_row=2)
+    terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
+    objective = Objective(PolicyGradient(), entropy=EntropyBonus(1.0, masked=False, over=over))
+    hidden, weight = torch.zeros(1, 4), torch.zeros(8, 4)
+    return policy_loss(hidden, weight, step.batches[0], terms, objective).loss.item()
 
 
 def kept(gate_: Any, reduce: Reduce = SUM, **terms: Any) -> float:
@@ -447,6 +462,7 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "EntropyBonus.coef": (lambda v: bonus(coef=v), (1.0, -3), (2.0, -6)),
     "EntropyBonus.masked": (lambda v: bonus({"rejections": (FALLS,)}, masked=v), (False, -3), (True, -1)),
     "EntropyBonus.reduce": (lambda v: bonus(reduce=v), (None, -3), (Reduce("token"), -1.5)),
+    "EntropyBonus.over": (of_support, ("vocabulary", -log(8)), ("support", -log(2))),
     "EntropyBonus.adapt": (
         lambda v: (
             EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, masked=False, adapt=v))).applied().entropy

@@ -164,7 +164,7 @@ def test_the_list_is_sorted_filtered_and_searched(page, url):
     page.wait_for_timeout(1000)
     assert int(listed(page).split(" ")[0]) >= text > 0
     page.fill("#query", "(")
-    page.wait_for_selector("#problem:text('no regular expression')")
+    page.wait_for_selector("#problem:text('TG-VIEW-011')")
 
 
 def test_keys_walk_through_the_list_the_traces_and_the_tokens(page, url):
@@ -255,6 +255,7 @@ def test_the_list_starts_above_the_fold_and_the_address_has_the_state_of_the_his
     page.goto(small)
     says(page, "40 traces")
     assert not page.locator("#histograms").is_visible()
+    page.locator(".row").nth(4).wait_for()
     assert page.locator(".row").nth(4).bounding_box()["y"] < size[1] / 2
     page.click("#filters summary")
     page.wait_for_selector("#histograms svg")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad import _validation
 from tracegrad.errors import ArgumentError
 
 
@@ -93,7 +94,7 @@ class Penalties:
         wanted = {"generation": np.int64, "bias_ends": np.int64, "bias_ids": np.int32}
         lengths = {"bias_ids": biases, "bias": biases}
         for field in fields(self):
-            array, dtype = getattr(self, field.name), wanted.get(field.name, np.float32)
+            array, dtype = np.asarray(getattr(self, field.name)), wanted.get(field.name, np.float32)
             if array.dtype != dtype or array.shape != (lengths.get(field.name, count),):
                 return f"penalties.{field.name} is {array.dtype} of shape {array.shape}."
         in_range = count == 0 or (self.generation[0] >= 0 and self.generation[-1] < generations)
@@ -117,6 +118,9 @@ def check_penalties(penalties: Penalties | None, generations: int) -> Penalties 
     Raises:
         ArgumentError: if an array is not as `Penalties` says.
     """
-    if penalties is not None and (problem := penalties.find_problem(generations)):
+    if penalties is None:
+        return None
+    _validation.instance(penalties, "penalties", Penalties, "Pass Penalties, or None.")
+    if problem := penalties.find_problem(generations):
         raise ArgumentError(f"TG-ALIGN-042: {problem} Pass arrays as Penalties describes.")
     return penalties

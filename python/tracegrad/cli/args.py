@@ -451,7 +451,7 @@ AS_FLAGS = {
     'on_error="skip"': "--on-error skip",
     ", or name another place with quarantine=": ", or leave bad records out with --on-error skip",
     "Pass quarantine=PREFIX": "Write it to a file and name that, or leave bad records out with --on-error skip",
-    "bounded by max_record_bytes, ": "bounded by ",
+    "limited by max_record_bytes, ": "limited to ",
     "Raise max_record_bytes to as much, or decompress it first": "Decompress it first",
     "Split it, or raise max_record_bytes": "Split it",
     "but tokens_per_row is": "but --pack.tokens_per_row is",
