@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tracegrad as tg
 from tiny import ONE_STEP, sampled, tiny_model
+from tracegrad.data.sampling import OPTIONS
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
 from tracegrad.integrations.transformers import TraceLoss
@@ -509,3 +510,12 @@ def test_a_router_loss_is_added_as_trl_adds_it(start, tokenizer, tmp_path):
     assert_same_step(mine, trls_own(routed, tokenizer, args), routed)
     gates = [trainer.model.model.layers[0].mlp.gate.weight for trainer in (mine, routerless)]
     assert not torch.allclose(*gates, atol=1e-5)
+
+
+def test_traces_whose_sampling_is_not_replayed_need_an_objective_without_a_ratio(start):
+    top_k = np.full(start.data.traces, 1 << OPTIONS.index("top_k"), np.uint32)
+    changed = replace(start.data, reshaped=top_k)
+    with pytest.raises(ArgumentError, match=r"TG-INTEG-032.*top_k"):
+        TraceLoss(changed, start.advantages, tg.presets.DAPO_DIRECT)
+    TraceLoss(changed, start.advantages, tg.presets.TOPR_POSITIVE)
+    TraceLoss(replace(changed, reshaped=0 * top_k), start.advantages, tg.presets.DAPO_DIRECT)

@@ -46,7 +46,7 @@ def ids(case: dict[str, Any]) -> str:
 
 def covered(peer: Peer, names: set[str]) -> set[str]:
     """Options of a peer's own class that are neither read, nor refused, nor known to say how a run runs."""
-    known = {*peer.options, *peer.unsupported}
+    known = {*peer.options, *peer.unsupported, *peer.truncation}
     return {name for name in names - known if not any(fnmatchcase(name, each) for each in peer.ignored.split())}
 
 
@@ -61,6 +61,8 @@ class TestTrl:
         for name, (default, *_) in TRL.options.items():
             found = getattr(config, name)
             assert (1 if name == "steps_per_generation" else default) == getattr(found, "value", found), name
+        for name, (_, neutral) in TRL.truncation.items():
+            assert getattr(config, name) == neutral[0], name
         for name, each in TRL.unsupported.items():
             found = getattr(config, name, each.harmless[0])
             assert getattr(found, "value", found) in each.harmless, name

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.sampling import mismatch
+from tracegrad.data.sampling import mismatch, options_on
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations.metrics import as_trl_loss
 from tracegrad.metrics import OffPolicySums, Rows
@@ -242,7 +242,8 @@ class RecordedTraces:
 
         Raises:
             ArgumentError: if a trained token is the first token of its branch, an advantage is not finite, the
-                objective does not allow `missing_logprobs`, or a trace has an image.
+                objective does not allow `missing_logprobs`, a trace has an image, or a trace was sampled with options
+                that its record does not replay (`Sequences.reshaped`) and the objective has a ratio.
         """
         if sequences.images is not None:
             raise ArgumentError(
@@ -250,6 +251,14 @@ class RecordedTraces:
                 "Train with tracegrad.train, or drop these traces."
             )
         objective.check_missing(missing_logprobs)
+        if objective.requirements.rollout and len(changed := np.flatnonzero(sequences.reshaped)):
+            options = ", ".join(options_on(int(np.bitwise_or.reduce(sequences.reshaped[changed]))))
+            raise ArgumentError(
+                f"TG-INTEG-032: {len(changed)} traces, '{sequences.trace_name(int(changed[0]))}' first, were sampled "
+                f"with {options}, and their records do not show from which tokens. The ratio to another distribution "
+                "would be wrong. Record the kept tokens (docs/how-to/truncated-sampling.md), use an objective without "
+                "a ratio, or accept the ratio with dataclasses.replace(sequences, reshaped=0 * sequences.reshaped)."
+            )
         starts = sequences.cu_seqlens[:-1][np.diff(sequences.cu_seqlens) > 0]
         first = starts[sequences.trainable[starts]]
         if len(first):
