@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -13,6 +14,7 @@ from tracegrad.model import token_logprobs
 from tracegrad.model.lm_head import MAX_CHUNK_BYTES, Gradients, HeadProblem, HeadSettings, free_bytes
 from tracegrad.model.lm_head_chunked import Chunk, Head, Rows
 from tracegrad.model.lm_head_fused import _scaled
+from tracegrad.packing import LogitChanges, Support
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -161,3 +163,39 @@ def test_a_default_chunk_fits_the_memory_that_is_free_and_asking_waits_for_nothi
     assert 0 < free <= torch.cuda.get_device_properties(device).total_memory
     assert chunk % 256 == 0
     assert chunk * problem.size().row_bytes * len(weight) <= min(MAX_CHUNK_BYTES, free)
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_with_support_beside_the_torch_chunk(kernels, device, case, penalized):
+    softcap, logit_scale, warm, by_entropy = CASES[case]
+    hidden, weight, rows = inputs(device)
+    target = rows.target.tolist()
+    # Every id of row 0 is possible; the others have one, two, and many ids.
+    ids = [[], [target[1]], [3, target[2]], sorted({*range(0, 5000, 7), target[3]}), sorted({5, target[4]})]
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64)
+    flat = np.concatenate([np.array(row, np.int32) for row in ids])
+    changes = None
+    if penalized:
+        ones = np.ones(len(flat), np.float32)
+        changes = LogitChanges(0.5 * ones, np.where(flat % 2, 1.5, 1.0).astype(np.float32), -0.25 * ones)
+    support = Support(flat, offsets, None, changes)
+    inverse = 1.0 if not warm else rows.inverse
+    found = []
+    for epilogue in ("triton", "torch"):
+        inputs_ = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        logp, entropy = token_logprobs(
+            *inputs_,
+            rows.target,
+            inv_temperature=inverse,
+            support=support,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            epilogue=epilogue,
+        )
+        loss = logp.square().sum() + (entropy.sum() if by_entropy else 0)
+        found.append([logp.detach(), entropy.detach(), *torch.autograd.grad(loss, inputs_)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert found[0][0][1] == 0
+    assert issubclass(kernels, Chunk)
