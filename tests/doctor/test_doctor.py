@@ -441,15 +441,18 @@ def test_truncated_sampling_is_replayed_from_the_record_or_wrong(tmp_path):
     for seed in range(4):
         record, *_ = sample(np.random.default_rng(seed), 12, "processed", 150, spread=4.0, top_p=0.8, top_k=40)
         rows.append(record | {"id": str(seed), "group": "g", "reward": float(seed % 2)})
+    for seed in range(4, 20):  # most tokens are the only ones kept, and have the logprob 0
+        record, *_ = sample(np.random.default_rng(seed), 12, "processed", 150, spread=40.0, top_p=0.5, temperature=0.8)
+        rows.append(record | {"id": str(seed), "group": "h", "reward": float(seed % 2)})
     found = diagnosed(rows, tmp_path)
     assert names(found)["replayed_sampling"] == "NOTE"
-    assert "reshaped_sampling" not in names(found)
+    assert not {"reshaped_sampling", "made_up_zeros", "filled_logprobs"} & {*names(found)}
     [finding] = [each for each in found.findings if each.name == "replayed_sampling"]
-    assert (finding.hits.count, finding.hits.total) == (4, 4)
+    assert (finding.hits.count, finding.hits.total) == (20, 20)
     assert finding.hits.description == "top_p=0.8, top_k=40"
     assert "TOPR_POSITIVE" not in found.next_command
     for entry in entries_of(rows[3]):
         entry["top_logprobs"] = []
     found = diagnosed(rows, tmp_path)
     counts = {each.name: each.hits.count for each in found.findings}
-    assert (counts["replayed_sampling"], counts["reshaped_sampling"]) == (3, 1)
+    assert (counts["replayed_sampling"], counts["reshaped_sampling"]) == (19, 1)

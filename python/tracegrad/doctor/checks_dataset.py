@@ -36,8 +36,9 @@ def made_up_zeros(stats: DatasetStats) -> Hits:
     tokens were sampled, so neither had probability 1. For stop tokens, half of at least 8. For scattered zeros, 20
     zeros and 3 % of at least 64 other tokens. The last two need more than ten zeros per logprob between -0.01 and 0;
     recorded answers of four servers had at most 2. They also need a temperature of at least 0.7. Stop tokens without a
-    recorded temperature count if under 2 % of other tokens have 0. Greedy turns are skipped. The last two also skip
-    tokens that a grammar forces, and logprobs rounded to four decimals.
+    recorded temperature count if under 2 % of other tokens have 0. Greedy turns are skipped, and turns whose truncated
+    sampling is replayed, in which a token that is the only one kept has 0. The last two also skip tokens that a grammar
+    forces, and logprobs rounded to four decimals.
     """
     return stats.zeros.hits(stats.turns)
 

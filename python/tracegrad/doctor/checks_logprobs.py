@@ -209,6 +209,7 @@ class Zeros:
         forced[[g for g, mismatch in look.sampling_mismatch.items() if mismatch.keys() - {"temperature", "top_p"}]] = (
             True
         )
+        forced |= look.is_replayed  # a token that is the only one kept has probability 1
         present &= ~forced[generation]
         for usable, stops, others in (
             (present & (temperature >= PLAIN), self.stops, self.others),
@@ -221,7 +222,7 @@ class Zeros:
     def _compare(self, look: TraceBatch, logprobs: Array) -> None:
         sequences, own = look.sequences, look.sampled
         cu = np.searchsorted(look.sampled_generation, np.arange(look.generations + 1))
-        for g in np.flatnonzero((np.diff(cu) > 0) & ~(look["temperature"] < GREEDY)):
+        for g in np.flatnonzero((np.diff(cu) > 0) & ~(look["temperature"] < GREEDY) & ~look.is_replayed):
             span = slice(cu[g], cu[g + 1])
             start = int(own[span.start])
             ids, answer = sequences.ids[own[span]], logprobs[span]
@@ -353,8 +354,8 @@ def filled_logprobs(look: TraceBatch) -> Hits:
     """Detect turns of at least 8 tokens that all have one value, and turns that end in 4 or more exact zeros.
 
     Threshold: 8 equal values. 4 zeros at the end count if under 5 % of the batch's other logprobs are 0: a confident
-    model rounds single tokens to 0.0, so zeros are not a proof. Greedy turns (temperature 0) are skipped. Wrong from 1
-    % of turns.
+    model rounds single tokens to 0.0, so zeros are not a proof. Greedy turns (temperature 0) are skipped, and turns
+    whose truncated sampling is replayed: a token that is the only one kept has 0. Wrong from 1 % of turns.
     """
     constant, tail, least = filled_turns(look)
     return look.hits(
@@ -377,9 +378,9 @@ def filled_turns(look: TraceBatch) -> tuple[NDArray[np.bool_], NDArray[np.bool_]
     nonzero = np.flatnonzero(flat != 0)
     last_nonzero[turn[nonzero]] = nonzero
     zeros = np.where(last_nonzero >= 0, cu[1:] - 1 - last_nonzero, 0)
-    greedy = look["temperature"] == 0
-    constant = (count >= FILLED_TURN) & (least == most) & ~greedy
-    tail = (zeros >= FILLED_TAIL) & ~greedy
+    may_be_sure = (look["temperature"] == 0) | look.is_replayed
+    constant = (count >= FILLED_TURN) & (least == most) & ~may_be_sure
+    tail = (zeros >= FILLED_TAIL) & ~may_be_sure
     other_zeros = np.sum(flat == 0) - int(zeros.sum()) - int(count[constant & (least == 0)].sum())
     return constant, tail & (other_zeros < 0.05 * max(len(flat), 1)), least
 

@@ -308,6 +308,11 @@ class TraceBatch:
         return self._options_of_sampling[1]
 
     @cached_property
+    def is_replayed(self) -> Array:
+        """[G] bool: whether the record contains the support of a generation."""
+        return np.isin(np.arange(self.generations), list(self.replayed))
+
+    @cached_property
     def _options_of_sampling(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
         """The options that cause a difference, and those whose effect is replayed, by generation."""
         mismatches, replayed = self._changed_options(), dict[int, dict[str, Any]]()
