@@ -334,6 +334,18 @@ def test_legacy_completions_list_ids_by_name(tokenizer, echo):
     assert align(tokenizer, legacy).support is None
 
 
+def test_equal_ids_with_another_start_of_the_answer_have_rows_of_their_own():
+    # 5 6 | 7 7 and 5 6 7 | 7: the last token has the same ids before it, but 7 is of the answer only in the first.
+    nan, flags = float("nan"), [False, False, True, True, False, False, False, True]
+    penalties = replace(penalties_of([0, 1], 1.0), presence=np.ones(2, np.float32))
+    logprobs = [-1.0 if flag else nan for flag in flags]
+    two = Sequences.from_arrays([5, 6, 7, 7] * 2, [0, 4, 8], logprobs, flags, group=[0, 0], penalties=penalties)
+    [batch] = tg.pack(two, [1.0, 1.0], tokens_per_row=16, share_prefixes=True)[0].batches
+    assert (len(batch.term), len(batch.read), len(batch.ids)) == (3, 3, 4)
+    assert np.diff(batch.support.offsets).tolist() in ([0, 1, 0], [0, 0, 1])
+    assert (batch.support.ids.tolist(), batch.support.changes.after.tolist()) == ([7], [-1.0])
+
+
 def sequences_of(rows, ids=(5, 6, 7)):
     nan = float("nan")
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)

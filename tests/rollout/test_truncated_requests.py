@@ -1,11 +1,16 @@
 """Requests with top_p, top_k or min_p: the kept ids are asked for, or the request is refused."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
+from tracegrad import Sequences
+from tracegrad.alignment.ragged import Ragged
 from tracegrad.data.sampling import refusal_reason
 from tracegrad.errors import ArgumentError
 from tracegrad.online.options import RolloutConfig
-from tracegrad.online.weight_sample import probe_of
+from tracegrad.online.weight_sample import probe_of, sample_of
 from tracegrad.rollout.session import COMPLETIONS, Session, UnfitRequest
 from tracegrad.rollout.token_client import chat_completion_of, parse_choice, sampling_params
 
@@ -69,3 +74,23 @@ def test_a_probe_samples_from_the_whole_vocabulary():
     probe = probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig())
     assert (probe.body["top_p"], probe.body["top_k"]) == (1.0, -1)
     assert not {"top_logprobs", "return_tokens_as_token_ids"} & {*probe.body}
+
+
+def test_tokens_of_a_step_are_compared_again_over_their_support():
+    rows = Ragged(np.array([0, 0, 2, 2, 2, 5]), np.array([6, 9, 1, 2, 8], np.int32))
+    trainable = np.array([False, True, True, False, True])
+    logprobs = np.where(trainable, -1.0, np.nan)
+    sequences = Sequences.from_arrays([5, 6, 7, 5, 8], [0, 3, 5], logprobs, trainable, support=rows)
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(pack=SimpleNamespace(tokens_per_row=8)), compute_logprobs=lambda step: step.advantages
+    )
+    sample = sample_of(trainer, sequences, np.ones(5, bool), np.zeros(2, bool))
+    [batch] = sample.step.batches
+    found = [batch.support.ids[batch.support.offsets[row] : batch.support.offsets[row + 1]] for row in batch.logit_row]
+    assert {term: ids.tolist() for term, ids in zip(batch.term.tolist(), found, strict=True)} == {
+        0: [6, 9],
+        1: [],
+        2: [1, 2, 8],
+    }
+    [first] = sample.rows[0].answers()
+    assert [ids.tolist() for ids in first.support] == [[], [6, 9], []]

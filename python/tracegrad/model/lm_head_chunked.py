@@ -269,6 +269,7 @@ class SupportChunk:
         self._in_table: Tensor | None = None  # [K] bool, the ids of rows that are not restricted
         if rows.support.changes is not None:
             self._change(rows.support.changes)
+        self._log_p, self._at_target = self._over_ids()
 
     def _change(self, changes: LogitChanges) -> None:
         """Apply penalties and biases to the scores, and write those of unrestricted rows to the table."""
@@ -292,23 +293,20 @@ class SupportChunk:
         The log-sum-exp is that of the vocabulary, which the gradient by the entropy over the vocabulary needs.
         """
         lse, logp, entropy = self._chunk.statistics()
-        log_p, at_target = self._log_p()
-        logp = torch.where(self._is_restricted, at_target, logp)
+        logp = torch.where(self._is_restricted, self._at_target, logp)
         if self._rows.entropy_over_support:
-            entropy = torch.where(self._is_restricted, self._entropy(log_p), entropy)
+            entropy = torch.where(self._is_restricted, self._entropy(), entropy)
         return Statistics(lse, logp, entropy)
 
     def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
         """Return the gradient [C, V] as `Chunk.gradient`. An id outside of a row's support has none by its logprob."""
         row, ids, over_support = self._support.row, self._support.ids, self._rows.entropy_over_support
-        log_p, _ = self._log_p()
-        p = log_p.exp()
+        p = self._log_p.exp()
         is_target = (ids == self._rows.target[row]).to(p.dtype)
         d_scores = d_logp.to(p.dtype)[row] * (is_target - p)
         of_vocabulary = None if d_entropy is None else d_entropy.to(p.dtype)
         if of_vocabulary is not None and over_support:
-            entropy = self._entropy(log_p)[row]
-            d_scores = d_scores - of_vocabulary[row] * p * (log_p + entropy)
+            d_scores = d_scores - of_vocabulary[row] * p * (self._log_p + self._entropy()[row])
             of_vocabulary = of_vocabulary.masked_fill(self._is_restricted, 0)
         others = d_logp.masked_fill(self._is_restricted, 0)
         d_raw = self._chunk.gradient(statistics, others, of_vocabulary)
@@ -330,7 +328,7 @@ class SupportChunk:
             d_scores = d_scores - d_entropy.to(p.dtype)[row] * p * (log_p + statistics.entropy[row])
         return d_scores * self._slope[self._in_table]
 
-    def _log_p(self) -> tuple[Tensor, Tensor]:
+    def _over_ids(self) -> tuple[Tensor, Tensor]:
         """Return the log-probability of each id over its row's ids [K], and that of each row's target [C]."""
         row, count, scores = self._support.row, len(self._rows.target), self._scores
         top = scores.new_full((count,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
@@ -341,8 +339,9 @@ class SupportChunk:
         at_target = scores.new_zeros(count).index_add_(0, row, torch.where(is_target, log_p, 0))
         return log_p, at_target
 
-    def _entropy(self, log_p: Tensor) -> Tensor:
+    def _entropy(self) -> Tensor:
         """Return [C], the entropy over the ids of each row; 0 for rows without."""
+        log_p = self._log_p
         return log_p.new_zeros(len(self._rows.target)).index_add_(0, self._support.row, -log_p.exp() * log_p)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.alignment.tokenizer import Tokenizer
@@ -54,7 +53,7 @@ class ProbeRow:
     rollout: Floats
     inv_temperature: Floats
     server: int = 0
-    support: Ragged | None = None
+    support: TokenSets | None = None
 
     def answers(self) -> Iterator["ProbeRow"]:
         """Yield each run of compared tokens with all tokens before it.
@@ -94,12 +93,7 @@ class Sample:
             np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")
         ]
         is_compared = ~np.isnan(arrays[1])
-        support = TokenSets.concatenate(
-            [
-                (None if row.support is None else TokenSets.from_rows(row.support), np.arange(len(row.ids)))
-                for row in rows
-            ]
-        )
+        support = TokenSets.concatenate([(row.support, np.arange(len(row.ids))) for row in rows])
         sequences = Sequences.from_arrays(
             arrays[0],
             ends,
@@ -385,6 +379,6 @@ def sample_of(
         last = int(np.flatnonzero(here[part])[-1]) + 1
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
         tokens = np.arange(cu[branch], cu[branch] + last)
-        support = None if sequences.support is None else sequences.support.rows(tokens)
+        support = None if sequences.support is None else sequences.support.take(tokens)
         rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last], support=support))
     return Sample.of(trainer, rows) if rows else None

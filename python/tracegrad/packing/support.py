@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -130,8 +131,8 @@ class RecordedSampling:
         keys = [] if self._support is None else [self._support.keys(tokens)]
         if self._penalties is not None:
             rows = self._penalties.rows_of(self._first_generation[tokens] + self._turn[tokens])
-            settings = np.where(rows < 0, 0, self._penalties.settings()[rows] + 1).astype(np.int64)
-            keys += [settings, np.where(settings > 0, self._answer_starts(tokens) + 1, 0)]
+            settings = np.where(rows < 0, 0, self._settings[rows] + 1).astype(np.int64)
+            keys += [settings, np.where(settings > 0, self._answer_start[tokens] + 1, 0)]
         return keys
 
     def support_of(self, tokens: NDArray[np.int64]) -> Support:
@@ -151,10 +152,16 @@ class RecordedSampling:
         changes = LogitChanges(changed["before"], changed["factor"], changed["after"])
         return Support(changed["ids"], changed["offsets"], restricted, changes)
 
-    def _answer_starts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [M]: the position in its branch of the first token of each token's answer."""
-        branch_start = self._cu[np.searchsorted(self._cu, tokens, side="right") - 1]
+    @cached_property
+    def _settings(self) -> NDArray[np.int32]:
+        """[P] `Penalties.settings`."""
+        assert self._penalties is not None
+        return self._penalties.settings()
+
+    @cached_property
+    def _answer_start(self) -> NDArray[np.int64]:
+        """[T]: the position in its branch of the first token of each token's answer."""
         is_new = np.r_[True, self._turn[1:] != self._turn[:-1]]
         is_new[self._cu[:-1][self._cu[:-1] < len(is_new)]] = True
         run_start = np.maximum.accumulate(np.where(is_new, np.arange(len(is_new)), 0))
-        return run_start[tokens] - branch_start
+        return run_start - np.repeat(self._cu[:-1], np.diff(self._cu))

@@ -115,13 +115,10 @@ class Session:
             UnfitRequest: if the request has an option whose answer cannot be recorded or trained on.
         """
         defaults = self.sampling if required_fields else {}
-        dropped = ("max_tokens",) if "max_completion_tokens" in body else ()
+        dropped = {"max_tokens"} if "max_completion_tokens" in body else set()
         # The ids that truncated sampling keeps are read from chat answers only.
-        dropped += (
-            ()
-            if "top_logprobs" in required_fields and is_truncated({**defaults, **_without_none(body)})
-            else ("top_logprobs",)
-        )
+        if "top_logprobs" not in required_fields or not is_truncated({**defaults, **_without_none(body)}):
+            dropped.add("top_logprobs")
         defaults = {key: value for key, value in defaults.items() if key not in dropped}
         filled = {key: value for key, value in defaults.items() if body.get(key) is None}
         request = {**filled, **_without_none(body)}
