@@ -123,7 +123,8 @@ fn pair_is_idle(entry: &Value) -> bool {
     entry.as_array().is_some_and(|pair| pair.len() == 2 && number(&pair[1]) == Some(0.0))
 }
 
-fn number(value: &Value) -> Option<f64> {
+/// Returns the number that an option has, also if it is written as text.
+pub fn number(value: &Value) -> Option<f64> {
     match value {
         Value::Number(number) => number.as_f64(),
         Value::String(text) => text.trim().parse().ok(),
@@ -168,6 +169,11 @@ impl Options {
     /// Returns names and values.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, &Value)> {
         self.0.iter().flat_map(|all| all.iter()).map(|(place, value)| (OPTIONS[usize::from(*place)].0, value))
+    }
+
+    /// Returns the value of an option, by its name in `OPTIONS`.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.iter().find_map(|(option, value)| (option == name).then_some(value))
     }
 
     /// Returns whether there are no options.

@@ -18,7 +18,7 @@
 
 use super::types::{Mode, Options};
 use crate::findings::Reason;
-use crate::sampling::{OPTIONS, TOP_P};
+use crate::sampling::{OPTIONS, TOP_P, number};
 use crate::server::Server;
 use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Note, Penalties, Prompt, TopLogprobs, Trace};
 use serde_json::Value;
@@ -94,16 +94,16 @@ fn penalties_of(generation: &Generation, options: Options) -> Option<Penalties> 
         if active & bits_of(&[name]) == 0 {
             return Some(None);
         }
-        generation.options.iter().find(|(option, _)| *option == name).map(|(_, value)| Some(value))
+        generation.options.get(name).map(Some)
     };
     let of = |name: &str, neutral: f32| match value(name)? {
         None => Some(neutral),
-        Some(value) => number(value).map(|number| number as f32),
+        Some(value) => finite(value).map(|number| number as f32),
     };
     let bias = match value("logit_bias")? {
         None => Vec::new(),
         Some(Value::Object(map)) => {
-            let pair = |(id, bias): (&String, &Value)| Some((id.parse().ok()?, number(bias)? as f32));
+            let pair = |(id, bias): (&String, &Value)| Some((id.parse().ok()?, finite(bias)? as f32));
             let mut pairs = map.iter().map(pair).collect::<Option<Vec<(u32, f32)>>>()?;
             pairs.sort_by_key(|(id, _)| *id);
             pairs
@@ -247,8 +247,7 @@ impl Rules {
         let active = options.changed_sampling_options(generation);
         let value = |name: &str| {
             let is_active = active & bits_of(&[name]) != 0;
-            let recorded =
-                generation.options.iter().find(|(option, _)| *option == name).and_then(|(_, value)| number(value));
+            let recorded = generation.options.get(name).and_then(finite);
             if is_active { recorded.map(Some) } else { Some(None) }
         };
         let top_p =
@@ -349,11 +348,6 @@ impl Rules {
     }
 }
 
-fn number(value: &Value) -> Option<f64> {
-    match value {
-        Value::Number(number) => number.as_f64(),
-        Value::String(text) => text.trim().parse().ok(),
-        _ => None,
-    }
-    .filter(|number| number.is_finite())
+fn finite(value: &Value) -> Option<f64> {
+    number(value).filter(|number| number.is_finite())
 }
