@@ -35,7 +35,7 @@ class PolicyServer:
     (every other request is answered by weights that nobody pushes to), "cached" (an answer is given again for the same
     request), "bf16", "template", "tokenizer" (it has another), "deaf to AGAIN"
     (it does not see a last message AGAIN). Where `key` is set it asks for it. `sampling` is how it samples, whatever a
-    request says: top_k, top_p, min_p and penalties. Its
+    request says: top_k, top_p, min_p and penalties. It follows a request's own penalties, and no other of these. Its
     logprobs are processed ones, after the temperature, or of temperature 1 where `raw` is set.
     """
 
@@ -159,7 +159,9 @@ class PolicyServer:
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
             scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
-            known = self._truncated((self._reshaped(scores.float(), prompt, sampled) / heat).log_softmax(-1))
+            known = self._truncated(
+                (self._reshaped(scores.float(), {**body, **self.sampling}, prompt, sampled) / heat).log_softmax(-1)
+            )
             if (allowed := body.get("allowed_token_ids")) is not None:  # one alone, in `measured_kind`
                 known = torch.full_like(scores, -torch.inf).index_fill(0, torch.tensor(allowed), 0.0)
             drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
@@ -171,16 +173,16 @@ class PolicyServer:
                 break
         return sampled, logprobs, reason
 
-    def _reshaped(self, scores, prompt, sampled):
+    def _reshaped(self, scores, told, prompt, sampled):
         """Logits under the penalties of vLLM."""
         for penalty, seen in (("repetition_penalty", [*prompt, *sampled]), ("presence_penalty", sampled)):
             ids = torch.tensor(sorted(set(seen)), dtype=torch.long)
-            if ids.numel() and (value := self.sampling.get(penalty)):
+            if ids.numel() and (value := told.get(penalty)):
                 own = scores[ids]
                 divided = torch.where(own > 0, own / value, own * value)
                 scores = scores.index_copy(0, ids, divided if penalty == "repetition_penalty" else own - value)
         for id in sampled:
-            scores[id] -= self.sampling.get("frequency_penalty", 0.0)
+            scores[id] -= told.get("frequency_penalty", 0.0)
         return scores
 
     def _truncated(self, known):

@@ -11,7 +11,7 @@ import pytest
 import tracegrad as tg
 from online_runs import CONFIG, run
 from policy_server import AGAIN, MODEL, PolicyServer
-from tracegrad.online import RolloutConfig, SyncFault, weight_check
+from tracegrad.online import RolloutConfig, SyncFault, weight_check, weight_sample
 from tracegrad.online.logprob_gap import BF16_MEDIAN, BF16_P99, LogprobGap, WeightSyncBounds, explained_share, explains
 from tracegrad.online.mismatch_causes import distributions
 from tracegrad.online.weight_sample import LENGTH, ProbeRow, ProbeSampler, Sample, probe_of
@@ -51,6 +51,30 @@ def fault(server, out, **told):
 def test_sampling_that_nobody_asked_for_is_named_with_its_value(tmp_path, sampling, named):
     said = fault(PolicyServer(sampling=sampling), tmp_path)
     assert said.startswith("TG-ONLINE-020: step 1:")
+    assert re.search(named, said), said
+
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4}
+
+
+def test_rollouts_with_penalties_are_compared_with_them(tmp_path):
+    with PolicyServer() as server:
+        found = run(server, tmp_path, **PENALTIES)
+    for row in found.rows:
+        assert row["weight_check/max"] < 1e-3
+        assert abs(row["old_rollout_ratio_max"] - 1) < 1e-3
+        assert row["tokens_lost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"repetition_penalty": 1.0, "presence_penalty": 0.0}, "without the penalties"),
+        ({"presence_penalty": 1.0}, r"with (presence|frequency)_penalty 0\.6 in addition to its penalties"),
+    ],
+)
+def test_penalties_that_a_server_does_not_follow_are_named(tmp_path, sampling, named):
+    said = fault(PolicyServer(sampling=sampling), tmp_path, **PENALTIES)
     assert re.search(named, said), said
 
 
@@ -388,6 +412,55 @@ def test_a_request_is_asked_again_as_it_was_sent_but_for_its_length():
     for other in ({"temperature": 0}, {"response_format": {"type": "json_object"}}, {"messages": [picture]}):
         assert probe_of({"calls": [{"request": {**request, **other}, "response": {}}]}, RolloutConfig()) is None
     assert probe_of({"messages": messages}, RolloutConfig()) is None
+
+
+def test_wrong_weights_are_noticed_by_tokens_with_penalties_and_support(tmp_path):
+    """Two answers; the second one has penalties, and its first token a support."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tracegrad.alignment.penalties import Penalties
+    from tracegrad.alignment.ragged import Ragged
+    from tracegrad.trainer import Trainer
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    driven = Trainer(model, tg.presets.DAPO_DIRECT, CONFIG, out=tmp_path, total_steps=1)
+    driven.create_run_dir()
+    ids = np.array([20, 21, 22, 23, 22, 23, 22], np.int32)
+    turn = np.array([-1, -1, 0, -1, 1, 1, 1], np.int32)
+    with torch.no_grad():
+        logits = model(torch.tensor(ids, dtype=torch.int64)[None]).logits[0].double()
+    penalized = logits.clone()
+    # Before token 4 the prompt is 20 to 23, and each token after it also has a presence penalty for the answer so far.
+    for at, answer in ((4, []), (5, [22]), (6, [22, 23])):
+        row = penalized[at - 1]
+        for id in (20, 21, 22, 23):
+            row[id] = row[id] / 1.5 if row[id] > 0 else row[id] * 1.5
+        row[answer] -= 0.25
+        row[7] += 2.0
+    own = [logits[1].log_softmax(-1)[22]]
+    own += [penalized[3][22] - penalized[3][[22, 40, 7]].logsumexp(-1)]
+    own += [penalized[at - 1].log_softmax(-1)[ids[at]] for at in (5, 6)]
+    rollout = np.full(7, np.nan, np.float32)
+    rollout[[2, 4, 5, 6]] = torch.stack(own).numpy()
+    one = np.ones(1, np.float32)
+    penalties = Penalties(
+        np.array([1]), 1.5 * one, 0.25 * one, 0 * one, np.array([1]), np.array([7], np.int32), 2 * one
+    )
+    support = Ragged(np.array([0, 0, 0, 0, 0, 3, 3, 3]), np.array([7, 22, 40], np.int32))
+    more = {"turn": turn, "support": support, "penalties": penalties}
+    sequences = tg.Sequences.from_arrays(ids, [0, 7], rollout, turn >= 0, **more)
+
+    def sampled():
+        return weight_sample.sample_of(driven, sequences, np.ones(7, bool), np.zeros(1, bool))
+
+    bounds, sample = WeightSyncBounds(bf16=False), sampled()
+    assert bounds.holds(sample.gap())
+    assert np.allclose(sample.by_answer(driven).logprobs, rollout[[2, 4, 5, 6]], atol=1e-5)
+    assert np.allclose(distributions(driven, sample).logprobs, rollout[[2, 4, 5, 6]], atol=1e-5)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.05)
+    assert not bounds.holds(sampled().gap())
 
 
 def test_the_distributions_of_a_sample_are_the_models_own(tmp_path):

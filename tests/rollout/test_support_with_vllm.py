@@ -110,9 +110,17 @@ def test_the_ratio_is_1_over_the_support(recorded, example):
     assert np.quantile(mass, 0.1) < 0.99
 
 
-@pytest.mark.parametrize("path", ["messages", "token_ids"])
-def test_rollouts_with_truncated_sampling_are_trained_on(served, example, tmp_path, path):
-    rollout = {"input": path, "temperature": 1.2, "top_p": 0.9, "top_k": 30, "top_logprobs": 64}
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("messages", {"top_p": 0.9, "top_k": 30, "repetition_penalty": 1.1}),
+        ("token_ids", {"top_p": 0.9, "top_k": 30}),
+        ("token_ids", {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}),
+    ],
+    ids=str,
+)
+def test_rollouts_with_truncated_sampling_or_penalties_are_trained_on(served, example, tmp_path, path, options):
+    rollout = {"input": path, "temperature": 1.2, **options, "top_logprobs": 64}
     found = run(example, served, tmp_path / "run", steps=2, rollout=rollout)
     for row in found.rows:
         print(
@@ -120,7 +128,7 @@ def test_rollouts_with_truncated_sampling_are_trained_on(served, example, tmp_pa
         )
     traces = tg.Traces.concatenate(tg.read(path) for path in sorted((tmp_path / "run" / "played").iterdir()))
     sequences = tg.align(traces, tg.Tokenizer.from_pretrained(example / "model"))
-    assert set(options_on(int(sequences.replayed[0]))) == {"top_p", "top_k"}
+    assert set(options_on(int(sequences.replayed[0]))) == {*options}
     assert not sequences.reshaped.any()
     for row in found.rows:
         assert abs(row["old_rollout_ratio_max"] - 1) < 1e-4

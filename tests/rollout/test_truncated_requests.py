@@ -42,16 +42,48 @@ def test_other_requests_are_as_before():
         opened({"top_p": 0.9}, COMPLETIONS, top_logprobs=64)
 
 
-def test_a_penalty_or_raw_temperature_is_refused_beside_truncation():
+def test_penalties_need_processed_logprobs_and_text():
     request = {"top_p": 0.9, "top_logprobs": 8}
     assert refusal_reason(request, "raw") is refusal_reason(request, "processed") is None
     assert refusal_reason(request | {"temperature": 0.7}, "raw") is None  # the logprob over the support has it
-    assert "repetition_penalty" in refusal_reason(request | {"repetition_penalty": 1.2}, "processed")
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": 1}}
+    assert refusal_reason(penalties, "processed") is refusal_reason(request | penalties, "processed") is None
+    assert refusal_reason(penalties | {"temperature": 0.7}, "processed") is None
+    for name, value in penalties.items():
+        for options in ({name: value}, request | {name: value}):
+            reason = refusal_reason(options, "raw")
+            assert name in reason
+            assert "processed_logprobs" in reason
+            assert "rollout.top_logprobs" not in reason
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+    assert "repetition_penalty" in refusal_reason({"repetition_penalty": 1.2, "messages": [picture]}, "processed")
+    assert refusal_reason({"messages": [picture]}, "processed") is None
     assert "rollout.top_logprobs" in refusal_reason({"top_p": 0.9}, "processed")
-    assert "rollout.top_logprobs" not in refusal_reason({"top_p": 0.9, "logit_bias": {"5": 1}}, "processed")
+    assert "processed_logprobs" not in refusal_reason({"repetition_penalty": 1.2, "bad_words": ["x"]}, "raw")
 
 
-@pytest.mark.parametrize("wrong", [{"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"min_p": 1.0}, {"top_logprobs": -1}])
+def test_a_server_that_refuses_a_penalty_of_the_run_is_not_asked_without_it():
+    session = Session("a", sampling={"repetition_penalty": 1.1}, logprob_kind="processed", for_training=True)
+    call = session.open(MESSAGES)
+    assert call.request["repetition_penalty"] == 1.1
+    assert not call.drop(["repetition_penalty"])
+    assert call.drop(["presence_penalty"])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_k": 0},
+        {"min_p": 1.0},
+        {"top_logprobs": -1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+    ],
+)
 def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(ArgumentError, match="TG-ONLINE-021"):
         RolloutConfig(**wrong)
@@ -71,9 +103,11 @@ def test_alternatives_come_back_from_token_requests():
 
 def test_a_probe_samples_from_the_whole_vocabulary():
     request = {**MESSAGES, "top_p": 0.9, "top_k": 20, "top_logprobs": 64, "return_tokens_as_token_ids": True}
+    request |= {"repetition_penalty": 1.2, "logit_bias": {"5": 1}}
     probe = probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig())
     assert (probe.body["top_p"], probe.body["top_k"]) == (1.0, -1)
-    assert not {"top_logprobs", "return_tokens_as_token_ids"} & {*probe.body}
+    assert probe.body["repetition_penalty"] == 1.0
+    assert not {"top_logprobs", "return_tokens_as_token_ids", "logit_bias"} & {*probe.body}
 
 
 def test_tokens_of_a_step_are_compared_again_over_their_support():

@@ -37,6 +37,9 @@ TRUNCATING = ("top_p", "top_k", "min_p", "typical_p", "tfs_z", "top_a", "top_n_s
 """Options that truncate the distribution: the kept tokens have mass S, and a token was drawn with probability / S."""
 REPLAYED = ("top_p", "top_k", "min_p")
 """Options whose effect is replayed if the record lists the ids that they keep (`Sequences.support`)."""
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Options whose effect is replayed if the logprobs are processed (`Sequences.penalties`); and so is that of logit_bias.
+"""
 MASKS = (
     *("logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget", "watermarking"),
     *("logits_processors", "custom_logit_processor", "custom_params", "vllm_xargs", "extra_args"),
@@ -169,10 +172,22 @@ def is_truncated(request: Mapping[str, Any]) -> bool:
     return any(CANONICAL_NAMES.get(name, name) in REPLAYED for name in mismatch(request, "processed"))
 
 
+def is_text_only(messages: Any) -> bool:
+    """Return whether messages contain only text: no images, sound or video."""
+    parts = [
+        part
+        for message in messages or []
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+
+
 def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str | None:
     """Return the reason why a request cannot be recorded or trained on, None if it can.
 
-    A request with top_p, top_k or min_p can be trained on if it asks for `top_logprobs`, which show the kept ids.
+    A request with top_p, top_k or min_p can be trained on if it asks for `top_logprobs`, which show the kept ids; one
+    with penalties or logit_bias, if the logprobs are processed and its messages contain only text.
 
     Args:
         request: fields of a completion request.
@@ -189,23 +204,29 @@ def refusal_reason(request: Mapping[str, Any], logprob_kind: str | None) -> str 
     replayed = [name for name in bad if CANONICAL_NAMES.get(name, name) in REPLAYED]
     if replayed and lists_ids:
         bad = {name: value for name, value in bad.items() if name not in (*replayed, "temperature")}
-        if not bad:
-            return None
+    penalties = [name for name in bad if CANONICAL_NAMES.get(name, name) in (*PENALTIES, "logit_bias")]
+    if logprob_kind == "processed" and is_text_only(request.get("messages")):
+        bad = {name: value for name, value in bad.items() if name not in penalties}
+    if not bad:
+        return None
     if list(bad) == ["temperature"] and logprob_kind != "processed":
         return (
             f"the request sets {format_options(bad)}, and the servers' logprobs are {logprob_kind}: of "
             "temperature 1. The importance ratio would be wrong. Start the servers with --logprobs-mode "
             "processed_logprobs, or sample at temperature 1."
         )
+    fixes = []
+    if any(name in bad for name in replayed):
+        fixes.append(
+            "Ask for the kept ids with rollout.top_logprobs (one more than top_k, or enough for what top_p keeps)"
+        )
+    if any(name in bad for name in penalties):
+        fixes.append("Send penalties and logit_bias with text only, to servers with --logprobs-mode processed_logprobs")
+    can_replay = {*replayed, *penalties, "temperature"} >= bad.keys()
     return (
         f"the request sets {format_options(bad)}. The trainer computes the full distribution at the request's "
         "temperature, and the ratio to tokens sampled from another one would be wrong. "
-        + (
-            "Ask for the kept ids with rollout.top_logprobs (one more than top_k, or enough for what top_p keeps), or "
-            "leave it out."
-            if replayed and len(replayed) == len(bad) - ("temperature" in bad)
-            else "Leave it out."
-        )
+        + (f"{'. '.join(fixes)}, or leave it out." if can_replay else "Leave it out.")
     )
 
 

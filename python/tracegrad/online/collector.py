@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Config, join_list
-from tracegrad.data.sampling import NEUTRAL, REPLAYED, refusal_reason
+from tracegrad.data.sampling import NEUTRAL, PENALTIES, REPLAYED, refusal_reason
 from tracegrad.data.trace import Traces
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.online.buffer import GroupReader, GroupWriter, UnscoredGroups, unscorable_error
@@ -478,7 +478,7 @@ class Collector:
                 assumed = "raw" if self.rollout.temperature == 1.0 else "processed"
                 self.logprob_kind = await measure_logprob_kind(self.server_pool.servers) or assumed
             if self.for_training and (reason := refusal_reason(self._sampling, self._kind)) is not None:
-                raise ArgumentError(f"TG-ONLINE-014: rollout.temperature is {self.rollout.temperature}: {reason}")
+                raise ArgumentError(f"TG-ONLINE-014: the options in [rollout] cannot be trained on: {reason}")
         if self.by_address and self._proxy is None and self.rollout.input == "messages":
             self._proxy = await self.server_pool.stack.enter_async_context(self._recorder())
 
@@ -639,10 +639,10 @@ class Collector:
     def _sampling(self) -> dict[str, Any]:
         rollout = self.rollout
         options = {"temperature": rollout.temperature, "max_tokens": rollout.max_tokens}
-        truncation = {name: getattr(rollout, name) for name in (*REPLAYED, "top_logprobs")}
+        changes = {name: getattr(rollout, name) for name in (*REPLAYED, *PENALTIES, "top_logprobs")}
         if self.for_training:
-            return {**NEUTRAL, **options, **truncation}
-        return {**options, **{name: value for name, value in truncation.items() if value != NEUTRAL.get(name, 0)}}
+            return {**NEUTRAL, **options, **changes}
+        return {**options, **{name: value for name, value in changes.items() if value != NEUTRAL.get(name, 0)}}
 
     @property
     def _kind(self) -> str:

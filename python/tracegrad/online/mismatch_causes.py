@@ -7,7 +7,7 @@ logprobs.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tracegrad.online.options import OnlineConfig
 from tracegrad.online.servers import base_parameter_name, previous_weights_file
 from tracegrad.online.weight_sample import Sample
 from tracegrad.packing import Batch
+from tracegrad.packing.support import Support
 from tracegrad.trainer import Trainer
 from tracegrad.trainer.lora import adapters_off, has_adapters
 
@@ -64,7 +65,8 @@ class Distributions:
     """The trainer's logits at the tokens of a sample. M tokens, a vocabulary of V.
 
     Args:
-        logits: [M, V] float64, before any temperature.
+        logits: [M, V] float64, before any temperature. They include the penalties of the requests, and are -inf for ids
+            outside of the sampler's support.
         target: [M], the tokens.
         inv_temperature: [M].
         rollout: [M], the servers' logprobs, nats.
@@ -176,6 +178,14 @@ def sampling_causes(trainer: Trainer, sample: Sample) -> Iterator[MismatchHypoth
     fit = float(np.exp(_minimize(lambda log: miss(policy.at(np.exp(log))), np.log(np.geomspace(0.05, 5.0, 47)))))
     note = ", or they return raw logprobs (no --logprobs-mode processed_logprobs)" if abs(fit - 1) < 1e-3 else ""
     at_temperature = policy.at(fit)
+    unpenalized = [replace(row, penalties=None) for row in sample.rows]
+    is_penalized = any(row.penalties is not None for row in sample.rows)
+    if is_penalized:
+        yield MismatchHypothesis(
+            f"They sample without the penalties or logit_bias that the requests set. {SENT}",
+            lambda: Sample.of(trainer, unpenalized).logprobs,
+        )
+    more = " in addition to its penalties" if is_penalized else ""
     yield MismatchHypothesis(
         f"Their logprobs match temperature {fit:.3g}, which the run did not request{note}. Record the temperature with "
         f"each request. {SENT}",
@@ -193,7 +203,7 @@ def sampling_causes(trainer: Trainer, sample: Sample) -> Iterator[MismatchHypoth
         value = _minimize(lambda at, logprobs_at=logprobs_at: miss(logprobs_at(at)), grid, continuous)
         logprobs = logprobs_at(value)
         yield MismatchHypothesis(
-            f"They sample with {name} {value:.3g}, which the run did not request. {SENT}",
+            f"They sample with {name} {value:.3g}{more}, which the run did not request. {SENT}",
             lambda logprobs=logprobs: pad(logprobs),
         )
 
@@ -223,7 +233,8 @@ def distributions(trainer: Trainer, sample: Sample) -> Distributions:
         for batch in sample.step.batches:
             logits = trainer.target.policy(_logits, batch.to(trainer.target.device), trainer.precision)
             row = np.asarray(batch.logit_row)
-            parts.append(logits[row].astype(np.float64) if len(row) else np.zeros((0, logits.shape[-1])))
+            changed = logits.astype(np.float64) if batch.support is None else _as_sampled(logits, batch.support)
+            parts.append(changed[row] if len(row) else np.zeros((0, logits.shape[-1])))
             terms.append(np.asarray(batch.term))
     trainer.target.reshard()
     order = np.argsort(np.concatenate(terms))[:TOKENS]
@@ -246,6 +257,20 @@ def distributions(trainer: Trainer, sample: Sample) -> Distributions:
         prompt,
         output,
     )
+
+
+def _as_sampled(logits: NDArray[np.float32], support: Support) -> NDArray[np.float64]:
+    """Return [U, V] logits with the penalties of their rows, and -inf outside of the support of restricted rows."""
+    result = logits.astype(np.float64)
+    row = np.repeat(np.arange(len(logits)), np.diff(support.offsets))
+    scores = result[row, support.ids]
+    if support.changes is not None:
+        before, factor, after = (column.astype(np.float64) for column in support.changes)
+        scores = scores + before
+        scores = np.where(scores > 0, scores / factor, scores * factor) + after
+    result[support.restricted] = -np.inf
+    result[row, support.ids] = scores
+    return result
 
 
 def _logits(model: torch.nn.Module, batch: Batch, precision: torch.dtype) -> NDArray[np.float32]:

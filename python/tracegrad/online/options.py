@@ -58,6 +58,13 @@ class RolloutConfig:
     """Sample from this many most probable tokens; -1 keeps all. It needs `rollout.top_logprobs`."""
     min_p: float = 0.0
     """Sample from the tokens with at least this share of the highest probability. It needs `rollout.top_logprobs`."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that occur in the prompt or in the answer so far, and multiplies negative ones;
+    1 changes none. The penalties need servers with --logprobs-mode processed_logprobs."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the answer so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that it occurs in the answer so far."""
     top_logprobs: int = 0
     """Number of most probable tokens that servers list with each token of a request with top_p, top_k or min_p. They
     show from which tokens the sampler drew, and logprobs are compared over these. Use more than top_k, or enough for
@@ -84,6 +91,14 @@ class RolloutConfig:
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, and at most 1")
         _require(0 <= self.min_p < 1, "rollout.min_p", self.min_p, "at least 0, and below 1")
         _require(self.top_k == -1 or self.top_k > 0, "rollout.top_k", self.top_k, "-1, or at least 1")
+        _require(
+            0 < self.repetition_penalty < float("inf"),
+            "rollout.repetition_penalty",
+            self.repetition_penalty,
+            "above 0, and finite",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, f"rollout.{name}", getattr(self, name), "from -2 to 2")
         _require(self.top_logprobs >= 0, "rollout.top_logprobs", self.top_logprobs, "at least 0")
         _require(self.input in ("messages", "token_ids"), "rollout.input", self.input, '"messages" or "token_ids"')
         for name in ("temperature", "timeout_s", "stall_timeout_s"):

@@ -5,16 +5,17 @@ that shows the kind of the logprobs and whether the server's tokenizer is the mo
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.token_sets import TokenSets
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.sampling import CANONICAL_NAMES, NEUTRAL, REPLAYED, mismatch
+from tracegrad.data.sampling import CANONICAL_NAMES, NEUTRAL, PENALTIES, REPLAYED, is_text_only, mismatch
 from tracegrad.errors import TracegradError
 from tracegrad.online.logprob_gap import Floats, LogprobGap, SyncFault, cached_response
 from tracegrad.online.options import RolloutConfig
@@ -47,6 +48,9 @@ class ProbeRow:
         inv_temperature: [n] float32: 1 for raw logprobs, 1/temperature for processed ones.
         server: index of the server in `Sample.urls`.
         support: for each token the ids from which it was sampled, as in `Sequences`; None for the whole vocabulary.
+        turn: [n] int32, the answer to which each token belongs, -1 if it was not sampled; None: the compared tokens
+            are one answer.
+        penalties: of the answers, numbered as in `turn`; None if there are none.
     """
 
     ids: NDArray[np.int64]
@@ -54,6 +58,13 @@ class ProbeRow:
     inv_temperature: Floats
     server: int = 0
     support: TokenSets | None = None
+    turn: NDArray[np.int32] | None = None
+    penalties: Penalties | None = None
+
+    @property
+    def turns(self) -> NDArray[np.int32]:
+        """[n] int32: `turn`, or its default."""
+        return np.where(np.isnan(self.rollout), -1, 0).astype(np.int32) if self.turn is None else self.turn
 
     def answers(self) -> Iterator["ProbeRow"]:
         """Yield each run of compared tokens with all tokens before it.
@@ -66,7 +77,14 @@ class ProbeRow:
         for start, end in edges.reshape(-1, 2):
             rollout = np.where(np.arange(end) < start, np.float32(np.nan), self.rollout[:end])
             support = None if self.support is None else self.support.take(np.arange(end))
-            yield ProbeRow(self.ids[:end], rollout, self.inv_temperature[:end], self.server, support)
+            yield replace(
+                self,
+                ids=self.ids[:end],
+                rollout=rollout,
+                inv_temperature=self.inv_temperature[:end],
+                support=support,
+                turn=self.turns[:end],
+            )
 
 
 @dataclass(frozen=True)
@@ -90,18 +108,22 @@ class Sample:
         """Compute the logprobs of rows with the current policy. Every rank must call this with the same rows."""
         ends = np.cumsum([0, *(len(row.ids) for row in rows)])
         arrays = [
-            np.concatenate([getattr(row, name) for row in rows]) for name in ("ids", "rollout", "inv_temperature")
+            np.concatenate([getattr(row, name) for row in rows])
+            for name in ("ids", "rollout", "inv_temperature", "turns")
         ]
         is_compared = ~np.isnan(arrays[1])
         support = TokenSets.concatenate([(row.support, np.arange(len(row.ids))) for row in rows])
+        penalties = Penalties.concatenate([(row.penalties, np.arange(row.turns.max() + 1)) for row in rows])
         sequences = Sequences.from_arrays(
             arrays[0],
             ends,
             arrays[1],
             is_compared,
             inv_temperature=arrays[2],
+            turn=arrays[3],
             logprob_kind="processed",
             support=support,
+            penalties=penalties,
         )
         budget = max(trainer.config.pack.tokens_per_row, max(len(row.ids) for row in rows))
         [step] = pack(sequences, np.zeros(len(rows)), tokens_per_row=budget, per="trace")
@@ -309,7 +331,7 @@ def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
     """Return the first request of a trajectory as a probe: short, single, and at the same path.
 
     Return None for a request that cannot be compared: with images, or with options that the trainer cannot reproduce.
-    A probe has no top_p, top_k and min_p, so that it shows the logprobs of the whole vocabulary.
+    A probe has no top_p, top_k, min_p, penalties and logit_bias, so that it shows the logprobs of the policy itself.
 
     >>> request = {"messages": [{"role": "user", "content": "2+2?"}], "temperature": 0.5, "stream": True}
     >>> probe_of({"calls": [{"request": request, "response": {}}]}, RolloutConfig()).body["max_tokens"]
@@ -320,13 +342,13 @@ def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
         request = {name: value for name, value in call["request"].items() if name not in _UNSENT and value is not None}
     except (KeyError, IndexError, TypeError, AttributeError):
         return None
-    truncating = {name for name in request if CANONICAL_NAMES.get(name, name) in REPLAYED}
+    replayed = {name for name in request if CANONICAL_NAMES.get(name, name) in (*REPLAYED, *PENALTIES)}
     request = {
-        name: NEUTRAL[CANONICAL_NAMES.get(name, name)] if name in truncating else value
+        name: NEUTRAL[CANONICAL_NAMES.get(name, name)] if name in replayed else value
         for name, value in request.items()
-        if name not in ("top_logprobs", "return_tokens_as_token_ids")
+        if name not in ("top_logprobs", "return_tokens_as_token_ids", "logit_bias")
     }
-    if mismatch(request, "processed") or not _is_text_only(request.get("messages")):
+    if mismatch(request, "processed") or not is_text_only(request.get("messages")):
         return None
     temperature = float(request.get("temperature", 1.0))
     request["max_tokens"] = LENGTH
@@ -338,17 +360,6 @@ def probe_of(record: Mapping[str, Any], rollout: RolloutConfig) -> Probe | None:
     if "messages" in request:
         return Probe(probe_requests.CHAT, request, temperature)
     return Probe(probe_requests.COMPLETIONS, request, temperature) if isinstance(request.get("prompt"), str) else None
-
-
-def _is_text_only(messages: Any) -> bool:
-    """Return whether messages contain only text: no images, sound or video."""
-    parts = [
-        part
-        for message in messages or []
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list)
-        for part in message["content"]
-    ]
-    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
 
 
 def sample_of(
@@ -380,5 +391,12 @@ def sample_of(
         ids, inv_temperature = sequences.ids[part].astype(np.int64), sequences.inv_temperature[part]
         tokens = np.arange(cu[branch], cu[branch] + last)
         support = None if sequences.support is None else sequences.support.take(tokens)
-        rows.append(ProbeRow(ids[:last], rollout[:last], inv_temperature[:last], support=support))
+        turn = sequences.turn[part][:last]
+        generations = sequences.cu_turns[sequences.trace[branch]] + np.arange(turn.max() + 1)
+        penalties = Penalties.concatenate([(sequences.penalties, generations)])
+        rows.append(
+            ProbeRow(
+                ids[:last], rollout[:last], inv_temperature[:last], support=support, turn=turn, penalties=penalties
+            )
+        )
     return Sample.of(trainer, rows) if rows else None

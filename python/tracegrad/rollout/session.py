@@ -137,7 +137,7 @@ class Session:
         if "tools" in request:
             self._tools = self._tools if request["tools"] == self._tools else _copy(request["tools"])
             request["tools"] = self._tools
-        return Call(self, request, self.version, [key for key in filled if key in NEUTRAL])
+        return Call(self, request, self.version, [key for key in filled if NEUTRAL.get(key) == filled[key]])
 
     def record(
         self,
