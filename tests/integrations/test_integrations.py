@@ -26,6 +26,7 @@ from tracegrad.objective import (
     Aggregation,
     Clip,
     EntropyBonus,
+    Penalty,
     Ratio,
     Reduce,
     Rejection,
@@ -240,7 +241,10 @@ def own_step(branched, objective, lr=LR):
 
     model = copy.deepcopy(branched.model)
     (step,) = tg.pack(branched.data, branched.advantages, tokens_per_row=64, requirements=objective.requirements)
-    step = step.with_logprobs(old=compute_logprobs(model, step.batches))
+    of_ref = step.batches
+    if objective.requirements.ref_over == "vocabulary":
+        of_ref = [replace(batch, support=None) for batch in of_ref]
+    step = step.with_logprobs(old=compute_logprobs(model, step.batches), ref=compute_logprobs(model, of_ref))
     optimizer_step(model, step, objective, torch.optim.SGD(model.parameters(), lr))
     return SimpleNamespace(model=model)
 
@@ -446,6 +450,24 @@ def test_old_and_the_reference_of_trl_are_over_the_support_too(truncated, tokeni
             kept = scores[term, rows[term].tolist()] if len(rows[term]) else scores[term]
             expected = scores[term, padded.target[term]] - kept.logsumexp(-1)
             assert float(values[term]) == pytest.approx(float(expected), abs=2e-5)
+
+
+def test_a_penalty_of_trl_is_over_the_vocabulary_if_the_objective_says_so(truncated, tokenizer, tmp_path):
+    # k1 has a gradient if the policy is the reference.
+    penalty = Penalty(Ratio("theta", "ref"), "k1", 0.5, masked=False, weighted=False, over="vocabulary")
+    objective = replace(presets.GRPO, penalties=(penalty,))
+    trainer = ours(truncated, tokenizer, config(tmp_path, truncated.data.traces, beta=0.5), objective=objective)
+    [inputs] = trainer._buffered_inputs
+    padded, terms = inputs["padded"], inputs["terms"]
+    with torch.no_grad():
+        scores = trainer.ref_model(padded.ids, attention_mask=padded.attention).logits[padded.row, padded.column - 1]
+    whole = scores.log_softmax(-1).gather(1, padded.target[:, None]).squeeze(1)
+    torch.testing.assert_close(terms.ref, whole, rtol=1e-4, atol=2e-5)
+    found = trainer._score(trainer.model, padded, compute_vocabulary_logprobs=True)[1]
+    expected = trainer._score(trainer.model, replace(padded, support=None))[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    # The penalty has the gradient of these logprobs, and the step is that of packed rows.
+    assert_same_step(trainer, own_step(truncated, objective), truncated, rtol=1e-5, atol=1e-6)
 
 
 def test_a_router_loss_and_metrics_come_with_the_logprobs_over_the_support(truncated, tokenizer, tmp_path):

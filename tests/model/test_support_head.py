@@ -1,5 +1,8 @@
 """Logprobs over the sampler's support, against autograd on the masked softmax."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.model import policy_loss, token_logprobs
 from tracegrad.model.lm_head import HeadProblem, HeadSettings
 from tracegrad.model.lm_head_chunked import Chunk, Rows, SupportChunk
-from tracegrad.objective import EntropyBonus, Objective, PolicyGradient
+from tracegrad.objective import EntropyBonus, Importance, Objective, Penalty, PolicyGradient, Ratio, Terms
 from tracegrad.packing import LogitChanges, Support
 
 ROWS, WIDTH, VOCABULARY = 9, 5, 23
@@ -226,6 +229,78 @@ def test_the_loss_is_that_of_the_masked_softmax(plan, over):
         torch.autograd.grad(result.loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+KL_KINDS = ["k1", "k2", "k3"]
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (3.0, 0.7)])
+@pytest.mark.parametrize("chunk_rows", [2, 100])
+@pytest.mark.parametrize("trained_head", [False, True])
+@pytest.mark.parametrize("penalized", [False, True])
+@pytest.mark.parametrize("plan", ["one-pass", "recompute"])
+def test_a_penalty_over_the_vocabulary_is_beside_a_ratio_over_the_support(
+    kind, softcap, scale, chunk_rows, trained_head, penalized, plan
+):
+    """Two tokens share a row; the surrogate reads the logprobs over the support, and the penalty the others."""
+    hidden, weight, target, inverse, support = case(penalized=penalized)
+    weight.requires_grad_(trained_head)
+    inputs = [hidden, weight] if trained_head else [hidden]
+    logit_row = np.array([*range(ROWS), 4, 0], np.int32)
+    count = len(logit_row)
+    rng = np.random.default_rng(1)
+    terms = Terms(
+        advantages=rng.normal(size=count),
+        scale=np.full(count, 1 / count),
+        old=rng.normal(size=count) - 3,
+        ref=rng.normal(size=count) - 3,
+        trace=np.arange(count),
+    )
+    penalty = Penalty(Ratio("theta", "ref"), kind, 0.7, masked=False, weighted=False, over="vocabulary")
+    entropy = EntropyBonus(0.3, masked=False, over="support") if trained_head else None
+    objective = Objective(Importance(), Ratio("theta", "old"), penalties=(penalty,), entropy=entropy)
+    batch = SimpleNamespace(target=target, logit_row=torch.as_tensor(logit_row).long(), inv_temperature=inverse)
+    batch.support, batch.to = support.to("cpu"), lambda _: batch
+    how = {"softcap": softcap, "logit_scale": scale, "chunk_bytes": chunk_rows * VOCABULARY * 16}
+    result = policy_loss(hidden, weight, batch, terms, objective, plan=plan, **how)
+    logp, kept_entropy = masked(
+        hidden, weight, target, inverse, support, softcap=softcap, scale=scale, over_support=True
+    )
+    none = Support(np.zeros(0, np.int32), np.zeros(ROWS + 1, np.int64))
+    whole, _ = masked(hidden, weight, target, inverse, none, softcap=softcap, scale=scale)
+    row = batch.logit_row
+    difference = whole[row] - terms.ref
+    kl = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}[kind]
+    expected = -(terms.advantages * (logp[row] - terms.old).exp()) + 0.7 * kl
+    expected = (expected - 0.3 * kept_entropy[row] if trained_head else expected).sum() / count
+    torch.testing.assert_close(result.loss, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(result.vocabulary_logprobs, whole[row].detach())
+    torch.testing.assert_close(result.logprobs, logp[row].detach())
+    for ours, theirs in zip(
+        torch.autograd.grad(result.loss, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    with torch.no_grad():
+        without = policy_loss(hidden, weight, batch, terms, objective, **how)
+    assert without.plan.name == "no-grad"
+    torch.testing.assert_close(without.loss, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_head_is_computed_in_one_pass_if_a_penalty_is_over_the_vocabulary():
+    step, batch = packed([[[6, 9], []], [[6, 1, 2], [1, 8]]])
+    step = step.with_logprobs(ref=np.full(4, -2.0))
+    hidden, weight, *_ = case(seed=3)
+    hidden, weight = hidden[: len(batch.read)].detach().requires_grad_(), weight.detach()
+    names = []
+    for over, support in (("vocabulary", batch.support), ("support", batch.support), ("vocabulary", None)):
+        penalty = Penalty(Ratio("theta", "ref"), "k3", 0.7, masked=False, weighted=False, over=over)
+        terms = step.terms(batch, correct(None, step.rollout_logprobs, trace=step.trace))
+        objective = Objective(PolicyGradient(), penalties=(penalty,))
+        result = policy_loss(hidden, weight, replace(batch, support=support), terms, objective)
+        names.append((result.plan.name, result.vocabulary_logprobs is None))
+    # Without support there is one logprob of each row, at no other cost.
+    assert names == [("one-pass", False), ("frozen", True), ("frozen", True)]
 
 
 def test_the_entropy_is_over_one_of_two():

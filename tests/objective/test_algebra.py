@@ -1,7 +1,12 @@
 """algebra: what can be said, what is refused and why, and fields changed by their names."""
 
-import pytest
+import math
+from dataclasses import replace
 
+import pytest
+import torch
+
+import tracegrad.objective
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import (
     AdaptiveEntropy,
@@ -23,6 +28,7 @@ from tracegrad.objective import (
     Rejection,
     RejectionBudget,
     Requirements,
+    Terms,
     TopEntropy,
     Truncate,
     Weight,
@@ -31,6 +37,7 @@ from tracegrad.objective import (
     presets,
     with_kl,
 )
+from tracegrad.objective.serialize import from_source, to_source
 
 MISMATCH = Ratio("old", "rollout")
 OLD, DIRECT = Ratio("theta", "old"), Ratio("theta", "rollout")
@@ -249,6 +256,41 @@ class TestOverride:
         assert changed.entropy == EntropyBonus(0.01, masked=False)
         assert override(changed, "entropy.coef", 0.02).entropy.coef == 0.02
         assert override(changed, "entropy", 0) == self.objective
+
+    def test_a_penalty_over_the_vocabulary_is_the_only_reader_of_ref(self):
+        changed = override_all(self.objective, {"kl_over": "vocabulary", "kl": "0.04"})
+        assert changed.penalties == (replace(with_kl(self.objective, 0.04).penalties[0], over="vocabulary"),)
+        assert from_source(to_source(changed), vars(tracegrad.objective)) == changed
+        assert "over the vocabulary" in str(changed)
+        assert changed.requirements.ref_over == "vocabulary"
+        assert override(changed, "kl_over", "support") == with_kl(self.objective, 0.04)
+        with pytest.raises(ArgumentError, match="TG-ARGS-013"):
+            override(self.objective, "kl_over", "vocabulary")
+        with pytest.raises(ArgumentError, match="TG-ARGS-011"):
+            override(changed, "kl_over", "nucleus")
+        with pytest.raises(ArgumentError, match="TG-OBJ-056"):
+            Penalty(OLD, "k2", 0.1, masked=False, weighted=False, over="vocabulary")
+        for readers in (
+            {"penalties": (*changed.penalties, *with_kl(self.objective, 0.1).penalties)},
+            {"shifts": (AdvantageShift(Ratio("theta", "ref"), 0.1),)},
+            {"rejections": (Rejection(Ratio("theta", "ref"), high=2.0),)},
+            {"penalties": (replace(changed.penalties[0], importance=Ratio("theta", "ref")),)},
+        ):
+            with pytest.raises(ArgumentError, match="TG-OBJ-057"):
+                replace(changed, **readers)
+
+    def test_logprobs_over_the_vocabulary_are_read_by_that_penalty_alone(self):
+        objective = override_all(Objective(PolicyGradient()), {"kl": "0.5", "kl_over": "vocabulary"})
+        assert objective.penalties[0].kind == "k3"
+        logprobs, whole = (torch.tensor([value], requires_grad=True) for value in (-1.0, -3.0))
+        terms = Terms(advantages=torch.tensor([2.0]), scale=torch.tensor([1.0]), ref=torch.tensor([-3.0 - math.log(2)]))
+        loss = objective(logprobs, None, terms, vocabulary_logprobs=whole).loss
+        # -A logp, and half of exp(-l) - 1 + l with l = log 2.
+        assert loss.item() == pytest.approx(2.0 + 0.5 * (0.5 - 1 + math.log(2)))
+        by = torch.autograd.grad(loss, [logprobs, whole])
+        assert [each.item() for each in by] == pytest.approx([-2.0, 0.5 * (1 - 0.5)])
+        with pytest.raises(ArgumentError, match="TG-OBJ-055"):
+            objective(logprobs, None, terms, vocabulary_logprobs=torch.zeros(2))
 
     def test_kl_zero_takes_the_penalty_out(self):
         assert override(with_kl(self.objective, 0.1), "kl", "0") == self.objective

@@ -154,13 +154,14 @@ def bonus(
     return loss(parts=told, a=0.0, entropy=entropy, of_old=(0.0, log(3)))
 
 
-def of_support(over: Any) -> float:
+def of_support(**parts: Any) -> float:
     """The loss of one token with advantage 0 that was drawn from two of eight ids, all equally probable."""
     rows = Ragged(np.array([0, 0, 2]), np.array([6, 7], np.int32))
     sequences = tg.Sequences.from_arrays([5, 6], [0, 2], [np.nan, -0.5], [False, True], support=rows)
     [step] = tg.pack(sequences, [0.0], tokens_per_row=2)
+    step = step.with_logprobs(ref=np.full(1, -1.0))
     terms = step.terms(step.batches[0], correct(None, step.rollout_logprobs, trace=step.trace))
-    objective = Objective(PolicyGradient(), entropy=EntropyBonus(1.0, masked=False, over=over))
+    objective = Objective(PolicyGradient(), **parts)
     hidden, weight = torch.zeros(1, 4), torch.zeros(8, 4)
     return policy_loss(hidden, weight, step.batches[0], terms, objective).loss.item()
 
@@ -455,6 +456,12 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
         (TopCovariance(0.25, "microbatch"), 1),
     ),
     "Penalty.reduce": (lambda v: penalty(2.0, reduce=v)[0], (None, 2), (Reduce("constant", norm=4.0), 0.5)),
+    # log theta - log ref, and log ref is -1.
+    "Penalty.over": (
+        lambda v: of_support(penalties=(replace(KL, over=v),)),
+        ("support", -log(2) + 1),
+        ("vocabulary", -log(8) + 1),
+    ),
     "AdaptiveEntropy.target": (lambda v: control(v, target=v), (0.2, 0.095), (0.5, 0.105)),
     "AdaptiveEntropy.delta": (lambda v: control(v, delta=v), (0.005, 0.095), (0.05, 0.05)),
     "AdaptiveEntropy.low": (lambda v: control(v, delta=0.5, low=v), (0.0, 0), (0.05, 0.05)),
@@ -462,7 +469,11 @@ ROWS: dict[str, tuple[Any, tuple[Any, Any], tuple[Any, Any]]] = {
     "EntropyBonus.coef": (lambda v: bonus(coef=v), (1.0, -3), (2.0, -6)),
     "EntropyBonus.masked": (lambda v: bonus({"rejections": (FALLS,)}, masked=v), (False, -3), (True, -1)),
     "EntropyBonus.reduce": (lambda v: bonus(reduce=v), (None, -3), (Reduce("token"), -1.5)),
-    "EntropyBonus.over": (of_support, ("vocabulary", -log(8)), ("support", -log(2))),
+    "EntropyBonus.over": (
+        lambda v: of_support(entropy=EntropyBonus(1.0, masked=False, over=v)),
+        ("vocabulary", -log(8)),
+        ("support", -log(2)),
+    ),
     "EntropyBonus.adapt": (
         lambda v: (
             EntropyController(replace(presets.DAPO, entropy=EntropyBonus(0.1, masked=False, adapt=v))).applied().entropy

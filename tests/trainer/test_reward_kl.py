@@ -17,7 +17,7 @@ from tracegrad import online
 from tracegrad.advantage import AdaptiveKl, group_mean, kl_in_reward
 from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import presets
+from tracegrad.objective import override, override_all, presets
 from tracegrad.trainer.steps import TrainingData
 from training_runs import SignalAfter, run
 from watched import told, traces, watched
@@ -91,6 +91,13 @@ def test_a_resumed_run_charges_as_the_uninterrupted_one(tmp_path, stop):
 def test_what_cannot_go_with_it_is_refused(changes, why):
     with pytest.raises(ArgumentError, match=why):
         TrainingData.of(traces(), presets.DAPO, told(**{**CHARGED, **changes}))
+
+
+def test_it_does_not_go_with_a_penalty_over_the_vocabulary():
+    objective = override_all(presets.DAPO, {"kl": 0.1, "kl_over": "vocabulary"})
+    with pytest.raises(ArgumentError, match="TG-TRAIN-098"):
+        TrainingData.of(traces(), objective, told(**CHARGED))
+    TrainingData.of(traces(), override(objective, "kl_over", "support"), told(**CHARGED))
 
 
 def test_a_step_that_is_played_is_not_charged_and_says_so(example, tmp_path):

@@ -18,10 +18,11 @@ from manual_steps import (
 )
 from tiny import VOCABULARY, tiny_model
 from tracegrad.errors import ArgumentError, ReadError, TracegradError
-from tracegrad.objective import AdaptiveEntropy, EntropyBonus, presets, with_kl
+from tracegrad.objective import AdaptiveEntropy, EntropyBonus, override_all, presets, with_kl
 from tracegrad.packing import pack
 from tracegrad.trainer import Trainer, train
 from tracegrad.trainer.lora import adapters_off, load_model, with_adapters
+from truncated import restricted
 
 OF_THE_LOOP = {"seconds", "tokens_per_s", "epoch"}
 told = partial(training_runs.told, data__holdout=0)
@@ -335,6 +336,26 @@ def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, 
         run.step(step)
     run.step(step.with_logprobs(ref=run.compute_logprobs(step)))
     assert run.metrics()["kl_ref"] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("over", ["support", "vocabulary"])
+def test_a_reference_is_compared_over_the_ids_that_the_penalty_says(traces, tmp_path, over):
+    objective = override_all(presets.DAPO, {"kl": 0.05, "kl_over": over})
+    trainer = Trainer(tiny_model(), objective, told(), out=tmp_path)
+    [step, *_] = steps_of(restricted(traces, trainer.model.config.vocab_size), objective, 0)
+    own = trainer.compute_logprobs(step)
+    whole = trainer.compute_logprobs(replace(step, batches=tuple(replace(b, support=None) for b in step.batches)))
+    expected = own if over == "support" else whole
+    assert np.nanmax(np.abs(own - whole)) > 0.1
+    reference = trainer.compute_logprobs(step, model="reference")
+    np.testing.assert_allclose(reference, expected, rtol=0, atol=1e-6)
+    result = trainer.step(step)
+    np.testing.assert_allclose(result.logprobs, own, rtol=0, atol=1e-5)
+    if over == "support":
+        assert result.vocabulary_logprobs is None
+    else:
+        np.testing.assert_allclose(result.vocabulary_logprobs, whole, rtol=0, atol=1e-5)
+    assert trainer.metrics()["kl_ref"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):

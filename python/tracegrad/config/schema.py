@@ -234,7 +234,8 @@ class Advantage:
 class RewardKl:
     """KL penalty in the reward: subtracted from a trace's reward for its divergence from the reference.
 
-    It is applied before advantages are computed.
+    It is applied before advantages are computed. For tokens that were sampled with top_p, top_k, min_p or penalties,
+    both logprobs are over the ids that the sampler kept, with its penalties.
 
     >>> from tracegrad.config import load
     >>> load(overrides=[("reward_kl.coef", "0.01"), ("reward_kl.kind", "k3")]).reward_kl

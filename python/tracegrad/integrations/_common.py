@@ -201,19 +201,22 @@ class PaddedRows:
         """[m] int64: the ids of the trained tokens."""
         return self.ids[self.row, self.column]
 
-    def logprobs(self, logits: Tensor, *, entropy_over_support: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(
+        self, logits: Tensor, *, entropy_over_support: bool = False, over_vocabulary: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies [m] of the trained tokens, over their support.
 
         Args:
             logits: [B, K, V] of the last K columns, the model's own. K may be S.
             entropy_over_support: as in `logprobs_from_logits`.
+            over_vocabulary: return them over the whole vocabulary instead, without penalties of the sampler.
         """
         predicting = self.column - 1 - (self.ids.shape[1] - logits.shape[1])
         return logprobs_from_logits(
             logits[self.row, predicting],
             self.target,
             inv_temperature=self.inv_temperature,
-            support=self.support,
+            support=None if over_vocabulary else self.support,
             entropy_over_support=entropy_over_support,
         )
 

@@ -60,7 +60,15 @@ def check_steps(args: Any) -> None:
         )
 
 
-def loss_of(trainer: Any, objective: Objective, logprobs: Tensor, entropy: Tensor, aux: Any, terms: Terms) -> Tensor:
+def loss_of(
+    trainer: Any,
+    objective: Objective,
+    logprobs: Tensor,
+    entropy: Tensor,
+    aux: Any,
+    terms: Terms,
+    vocabulary_logprobs: Tensor | None = None,
+) -> Tensor:
     """Return the loss of a micro-batch in the scale of GRPOTrainer, and add its metrics to the trainer's log.
 
     Args:
@@ -69,9 +77,10 @@ def loss_of(trainer: Any, objective: Objective, logprobs: Tensor, entropy: Tenso
         logprobs, entropy: [m] of the policy being trained.
         aux: the router loss; None if there is none.
         terms: [m]; `old` None means the current policy.
+        vocabulary_logprobs: [m], as `Objective` reads them.
     """
     terms = replace(terms, old=logprobs.detach()) if objective.requirements.old and terms.old is None else terms
-    loss = objective(logprobs, entropy, terms)
+    loss = objective(logprobs, entropy, terms, vocabulary_logprobs=vocabulary_logprobs)
     log_metrics(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).values())
     routing = 0.0 if aux is None else trainer.router_aux_loss_coef * aux / trainer.current_gradient_accumulation_steps
     return loss.loss * trainer.accelerator.num_processes + routing
@@ -325,7 +334,9 @@ class FromTraces(_Base):
         parts, needs = [padded.to(self.accelerator.device) for padded in parts], self.recorded.objective.requirements
         with torch.no_grad():
             old = [self._score(self.model, padded)[0] for padded in parts] if needs.old else None
-            ref = [self._score(self.ref_model, padded)[0] for padded in parts] if needs.ref else None
+            is_over_support = needs.ref_over == "support"
+            ref_parts = parts if is_over_support else [replace(padded, support=None) for padded in parts]
+            ref = [self._score(self.ref_model, padded)[0] for padded in ref_parts] if needs.ref else None
         micro_batches, window = [], self.args.gradient_accumulation_steps
         for start in range(0, len(parts), window):
             step = slice(start, start + window)
@@ -340,9 +351,14 @@ class FromTraces(_Base):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         if "padded" not in inputs:
             return super()._compute_loss(model, inputs)
+        objective, padded = self.recorded.objective, inputs["padded"]
         options = {"compute_aux_loss": True} if self.aux_loss_enabled else {}
-        logprobs, entropy, *aux = self._score(model, inputs["padded"], compute_entropy=True, **options)
-        return loss_of(self, self.recorded.objective, logprobs, entropy, aux[0] if aux else None, inputs["terms"])
+        has_both = padded.support is not None and objective.requirements.ref_over == "vocabulary"
+        if has_both:
+            options["compute_vocabulary_logprobs"] = True
+        logprobs, entropy, *more = self._score(model, padded, compute_entropy=True, **options)
+        of_vocabulary = more.pop(0) if has_both else None
+        return loss_of(self, objective, logprobs, entropy, more[0] if more else None, inputs["terms"], of_vocabulary)
 
     def _score(self, model: Any, padded: PaddedRows, **options: bool) -> list[Tensor]:
         """Return logprobs [m] of the trained tokens by TRL's forward pass, then entropy and router loss if enabled."""
@@ -354,9 +370,16 @@ class FromTraces(_Base):
         return [values[positions] if values.ndim == 2 else values for values in outputs if values is not None]
 
     def _score_over_support(
-        self, model: Any, padded: PaddedRows, compute_entropy: bool = False, compute_aux_loss: bool = False
+        self,
+        model: Any,
+        padded: PaddedRows,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        compute_vocabulary_logprobs: bool = False,
     ) -> list[Tensor]:
         """Return the same over the support of the tokens, from the logits of the model's own forward pass.
+
+        The logprobs over the whole vocabulary, if requested, come before the router loss.
 
         TRL's forward pass returns logprobs over the whole vocabulary only, and no logits.
         """
@@ -369,7 +392,10 @@ class FromTraces(_Base):
         with self.accelerator.autocast():
             outputs = model(input_ids=padded.ids, attention_mask=padded.attention, use_cache=False, **options)
         logprobs, entropy = padded.logprobs(outputs.logits, entropy_over_support=self.recorded.entropy_over_support)
-        return [logprobs, *([entropy] if compute_entropy else []), *([outputs.aux_loss] if compute_aux_loss else [])]
+        result = [logprobs, *([entropy] if compute_entropy else [])]
+        if compute_vocabulary_logprobs:
+            result.append(padded.logprobs(outputs.logits, over_vocabulary=True)[0])
+        return [*result, *([outputs.aux_loss] if compute_aux_loss else [])]
 
 
 def _recorded_reward(**_: Any) -> list[float]:

@@ -20,9 +20,10 @@ _PAIRS = {
     "mismatch": ("old", "rollout"),
     "drift": ("theta", "rollout"),
     "update": ("theta", "old"),
-    "reference": ("ref", "theta"),
+    "reference": ("ref", "theta_of_ref"),
 }
 """Numerator and denominator of each comparison; tokens are treated as samples from the denominator."""
+_LOGPROBS = ("old", "rollout", "theta", "ref", "theta_of_ref")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class Column:
 
 def columns(given: Mapping[str, NDArray], terms: int) -> dict[str, Column]:
     """Return each comparison that the arrays allow."""
-    logprobs = {name: given[name].astype(np.float64) for name in ("old", "rollout", "theta", "ref") if name in given}
+    logprobs = {name: given[name].astype(np.float64) for name in _LOGPROBS if name in given}
+    if "theta" in logprobs:
+        logprobs.setdefault("theta_of_ref", logprobs["theta"])
     result = {"terms": Column({}, {"n": np.ones(terms, bool)})}
     for name, (top, bottom) in _PAIRS.items():
         if top in logprobs and bottom in logprobs:
@@ -512,6 +515,7 @@ class OffPolicySums:
         weight: ArrayLike | None = None,
         theta: ArrayLike | None = None,
         ref: ArrayLike | None = None,
+        theta_of_ref: ArrayLike | None = None,
         advantages: ArrayLike | None = None,
         gradient: ArrayLike | None = None,
         turn: ArrayLike | None = None,
@@ -527,6 +531,8 @@ class OffPolicySums:
             keep: bool, False if a rejection dropped the token; such a token has no weight. Default all True.
             weight: after truncation (`Correction.weight`).
             theta, ref: logprobs of the policy being trained and of the reference.
+            theta_of_ref: those of the policy being trained that `ref` is compared with, if they are not `theta`: over
+                the whole vocabulary.
             advantages: advantage of each token.
             gradient: d loss / d logprob of each token.
             turn: index of the generation in its trace, -1 if unknown.
@@ -538,7 +544,7 @@ class OffPolicySums:
         """
         arguments = {"old": old, "rollout": rollout, "theta": theta, "ref": ref, "keep": keep, "weight": weight}
         arguments |= {"advantages": advantages, "gradient": gradient, "turn": turn, "alignment_level": alignment_level}
-        arguments |= {"staleness": staleness}
+        arguments |= {"staleness": staleness, "theta_of_ref": theta_of_ref}
         arrays = {name: _validation.numbers(values, name) for name, values in arguments.items() if values is not None}
         ids = _validation.integers(trace, "trace")
         _check_arrays(arrays, len(ids))
@@ -667,7 +673,7 @@ def _check_arrays(arrays: Mapping[str, NDArray], terms: int) -> None:
                 f"TG-METRIC-007: {name} is {values.shape} but trace has {terms} tokens. "
                 "Pass flat arrays with one entry per token."
             )
-        if name in ("old", "rollout", "theta", "ref") and np.isinf(values).any():
+        if name in _LOGPROBS and np.isinf(values).any():
             raise ArgumentError(
                 f"TG-METRIC-008: {name} has {int(np.isinf(values).sum())} infinite logprobs. Their "
                 "sums would be infinite. Pass NaN if a logprob is unknown."

@@ -12,6 +12,7 @@ from tracegrad.model.lm_head_chunked import (
     Chunk,
     GradientSums,
     Head,
+    RowGradients,
     Rows,
     Statistics,
     SupportChunk,
@@ -34,12 +35,14 @@ _ROWS = 256  # a multiple of the tile sizes of matrix products, so that no tile 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients to compute, and whether the loss has a gradient with respect to the entropy."""
+    """The gradients to compute, and whether the loss has a gradient by the entropy, and by logprobs over the whole
+    vocabulary of rows with support."""
 
     hidden: bool = True
     weight: bool = True
     bias: bool = False
     entropy: bool = True
+    vocabulary_logp: bool = False
 
     @property
     def any(self) -> bool:
@@ -156,7 +159,7 @@ def choose_plan(
     >>> choose_plan(Size(1000, 64, 500), Gradients(), 100, fits=True).name
     'one-pass'
     """
-    frozen = wants.hidden and not wants.parameters and not wants.entropy
+    frozen = wants.hidden and not wants.parameters and not wants.entropy and not wants.vocabulary_logp
     reasons: dict[Name, str] = {}
     if not wants.any:
         reasons["no-grad"] = "nothing takes a gradient"
@@ -177,7 +180,7 @@ def _impossible_plan_message(name: Name, wants: Gradients, reason_unfit: str | N
         "no-grad": "a gradient is wanted",
         "recompute": "nothing takes a gradient",
         "one-pass": reason_unfit or "the loss is not known here",
-        "frozen": "the head takes a gradient, or the loss one by the entropy",
+        "frozen": "the head takes a gradient, or the loss one by the entropy or by logprobs over the vocabulary",
     }[name]
     if not wants.any:
         reason = "nothing takes a gradient"
@@ -264,7 +267,7 @@ def token_logprobs(
         target, inverse_of(inv_temperature, hidden), support and support.to(hidden.device), entropy_over_support
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        return _TokenLogprobs.apply(hidden, weight, bias, *rows, setting, chunk_bytes)
+        return _TokenLogprobs.apply(hidden, weight, bias, *rows[:4], setting, chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -313,8 +316,7 @@ class HeadProblem:
         """Compute the statistics of all rows."""
         statistics = self._empty()
         for rows in slices(len(self.hidden), chunk_rows):
-            for total, values in zip(statistics, self.chunk(rows).statistics(), strict=True):
-                total[rows] = values
+            statistics.set(rows, self.chunk(rows).statistics())
         return statistics
 
     def statistics_and_gradient(self, chunk_rows: int) -> tuple[Statistics, Tensor]:
@@ -325,27 +327,23 @@ class HeadProblem:
         for rows in slices(len(self.hidden), chunk_rows):
             chunk = self.chunk(rows)
             chunk_statistics = chunk.statistics()
-            for total, value in zip(statistics, chunk_statistics, strict=True):
-                total[rows] = value
+            statistics.set(rows, chunk_statistics)
             sums.add(rows, chunk.gradient(chunk_statistics, ones[: rows.stop - rows.start], None))
             del chunk  # free its table now: the next chunk is made before the name is bound again
         assert sums.hidden is not None
         return statistics, sums.hidden
 
-    def gradient(
-        self, known: Statistics, d_logp: Tensor, d_entropy: Tensor | None, sums: GradientSums, chunk_rows: int
-    ) -> None:
+    def gradient(self, known: Statistics, by: RowGradients, sums: GradientSums, chunk_rows: int) -> None:
         """Compute the logits of all rows again, and add their gradient to `sums`.
 
         Args:
             known: statistics of all rows.
-            d_logp, d_entropy: [U], the gradient of the loss; None if it does not depend on the entropy.
+            by: the gradient of the loss, of all rows.
             sums: the gradients to add to.
             chunk_rows: rows of a chunk.
         """
         for rows in slices(len(self.hidden), chunk_rows):
-            by_entropy = None if d_entropy is None else d_entropy[rows]
-            sums.add(rows, self.chunk(rows).gradient(known.at(rows), d_logp[rows], by_entropy))
+            sums.add(rows, by.at(rows).through(self.chunk(rows), known.at(rows)))
 
     def size(self) -> Size:
         """Return the size, by which a plan is chosen."""
@@ -353,6 +351,8 @@ class HeadProblem:
         chunk_class, dtype = self.setting.kind, self.setting.dtype or self.hidden.dtype
         table_bytes = dtype.itemsize + (self.hidden.element_size() if dtype != self.hidden.dtype else 0)
         row_bytes = table_bytes if chunk_class.narrow else chunk_class.tables * wide.itemsize
+        if self.rows.needs_vocabulary_logp and self.rows.support and self.rows.support.has_changed_vocabulary:
+            row_bytes *= 2  # `SupportChunk` copies rows
         rows, width = self.hidden.shape
         item = self.hidden.element_size()
         return Size(rows, width, len(self.head.weight), item=item, row_bytes=row_bytes, wide=wide.itemsize)
@@ -371,8 +371,8 @@ class HeadProblem:
         return size.chunk(device_chunk_bytes(size, wants, free_bytes(self.hidden.device)))
 
     def _empty(self) -> Statistics:
-        lse, logp, entropy = (self.hidden.new_empty(len(self.hidden), dtype=self.wide) for _ in range(3))
-        return Statistics(lse, logp, entropy)
+        count = 4 if self.rows.needs_vocabulary_logp else 3
+        return Statistics(*(self.hidden.new_empty(len(self.hidden), dtype=self.wide) for _ in range(count)))
 
     @property
     def wide(self) -> torch.dtype:
@@ -478,7 +478,7 @@ class _TokenLogprobs(torch.autograd.Function):
         else:
             statistics = problem.statistics(ctx.chunk_rows)
         # Save the parameters after their cast: otherwise backward would cast the weight of a float32 model again.
-        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *statistics, slopes)
+        ctx.save_for_backward(hidden, problem.head.weight, problem.head.bias, target, inverse, *statistics[:3], slopes)
         ctx.setting, ctx.dtypes = setting, (weight.dtype, None if bias is None else bias.dtype)
         return statistics.logp, statistics.entropy
 
@@ -494,5 +494,5 @@ class _TokenLogprobs(torch.autograd.Function):
             return (d_logp[:, None] * slopes).to(hidden.dtype), *(None,) * 8
         problem = HeadProblem.of(hidden, weight, bias, Rows(target, inverse, *ctx.restriction), ctx.setting)
         sums = GradientSums(hidden, problem.head, ctx.needs_input_grad[:3])
-        problem.gradient(Statistics(lse, logp, entropy), d_logp, d_entropy, sums, ctx.chunk_rows)
+        problem.gradient(Statistics(lse, logp, entropy), RowGradients(d_logp, d_entropy), sums, ctx.chunk_rows)
         return *sums.gradients(*ctx.dtypes), *(None,) * 6

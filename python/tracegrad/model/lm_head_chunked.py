@@ -27,12 +27,15 @@ class Rows(NamedTuple):
         inverse: [C] inverse temperature; None for 1.
         support: the ids from which the targets were drawn; None for the whole vocabulary.
         entropy_over_support: whether the entropy of a row with support is that of the distribution over its support.
+        needs_vocabulary_logp: whether a row with support also has the logprob over the whole vocabulary, without
+            penalties.
     """
 
     target: Tensor
     inverse: Tensor | None
     support: Support | None = None
     entropy_over_support: bool = False
+    needs_vocabulary_logp: bool = False
 
     def at(self, rows: slice) -> "Rows":
         """Return the rows of a chunk."""
@@ -41,15 +44,27 @@ class Rows(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of each row: log-sum-exp of the scores, logprob of the target, entropy; float32 or float64, nats."""
+    """Statistics of each row: log-sum-exp of the scores, logprob of the target, entropy; float32 or float64, nats.
+
+    `vocabulary_logp` is the logprob of the target over the whole vocabulary, without penalties. It is None if it is not
+    needed, or if it is `logp` in all rows.
+    """
 
     lse: Tensor
     logp: Tensor
     entropy: Tensor
+    vocabulary_logp: Tensor | None = None
 
     def at(self, here: slice) -> "Statistics":
         """Return the statistics of a chunk."""
-        return Statistics(self.lse[here], self.logp[here], self.entropy[here])
+        of_vocabulary = None if self.vocabulary_logp is None else self.vocabulary_logp[here]
+        return Statistics(self.lse[here], self.logp[here], self.entropy[here], of_vocabulary)
+
+    def set(self, here: slice, values: "Statistics") -> None:
+        """Write the statistics of a chunk."""
+        self.lse[here], self.logp[here], self.entropy[here] = values[:3]
+        if self.vocabulary_logp is not None:
+            self.vocabulary_logp[here] = values.logp if values.vocabulary_logp is None else values.vocabulary_logp
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,6 +131,14 @@ class Chunk:
         z = _scale_and_cap(raw, head)
         self._z = z if rows.inverse is None else z.mul_(rows.inverse[:, None])
         self._p: Tensor | None = None
+
+    def copy_rows(self, row: Tensor) -> "Chunk":
+        """Return a chunk of some rows [R] of a table that is not `narrow`, with a copy of their scores."""
+        chunk = Chunk.__new__(Chunk)
+        inverse = None if self.rows.inverse is None else self.rows.inverse[row]
+        chunk.head, chunk.rows = self.head, Rows(self.rows.target[row], inverse)
+        chunk._z, chunk._p = self._z[row], None
+        return chunk
 
     def scores_at(self, row: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return [K]: the scores of some ids, and the derivative of each by its projection. Call it before `gradient`.
@@ -251,7 +274,7 @@ class SupportChunk:
     The statistics over the vocabulary are those of another chunk. The logprobs of restricted rows are computed from the
     K scores of their ids: log p = z[target] - logsumexp(z[ids]). So the cost beyond the other chunk is that of K
     numbers, not of a table. In the table of a row that was sampled from the whole vocabulary with penalties, the scores
-    of the changed ids are replaced.
+    of the changed ids are replaced. If its logprob without penalties is needed too, these rows are copied before.
 
     Args:
         chunk: the same rows over the whole vocabulary; a `Chunk` itself if `support.has_changed_vocabulary`.
@@ -267,6 +290,7 @@ class SupportChunk:
             self._is_restricted = torch.zeros_like(rows.target, dtype=torch.bool).index_fill_(0, rows.support.row, True)
         self._scores, self._slope = chunk.scores_at(rows.support.row, rows.support.ids)
         self._in_table: Tensor | None = None  # [K] bool, the ids of rows that are not restricted
+        self._unpenalized: tuple[Tensor, Chunk, Statistics] | None = None  # rows [R], and the chunk of these rows
         if rows.support.changes is not None:
             self._change(rows.support.changes)
         self._log_p, self._at_target = self._over_ids()
@@ -281,6 +305,10 @@ class SupportChunk:
         self._scores = (logits * factor + after) * inverse
         self._slope = self._slope * factor
         if self._support.has_changed_vocabulary:
+            if self._rows.needs_vocabulary_logp:
+                changed = torch.from_numpy(self._support.unrestricted_rows).to(row.device)
+                rows = self._chunk.copy_rows(changed)
+                self._unpenalized = changed, rows, rows.statistics()
             self._in_table = ~self._is_restricted[row]
             self._chunk.replace_scores(*self._changed_places(), self._scores[self._in_table])
 
@@ -292,14 +320,29 @@ class SupportChunk:
 
         The log-sum-exp is that of the vocabulary, which the gradient by the entropy over the vocabulary needs.
         """
-        lse, logp, entropy = self._chunk.statistics()
+        lse, logp, entropy, _ = self._chunk.statistics()
+        of_vocabulary = logp if self._rows.needs_vocabulary_logp else None
+        if of_vocabulary is not None and self._unpenalized is not None:
+            row, _, statistics = self._unpenalized
+            of_vocabulary = of_vocabulary.index_copy(0, row, statistics.logp)
         logp = torch.where(self._is_restricted, self._at_target, logp)
         if self._rows.entropy_over_support:
             entropy = torch.where(self._is_restricted, self._entropy(), entropy)
-        return Statistics(lse, logp, entropy)
+        return Statistics(lse, logp, entropy, of_vocabulary)
 
-    def gradient(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None) -> Tensor:
-        """Return the gradient [C, V] as `Chunk.gradient`. An id outside of a row's support has none by its logprob."""
+    def gradient(
+        self,
+        statistics: Statistics,
+        d_logp: Tensor,
+        d_entropy: Tensor | None,
+        d_vocabulary_logp: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient [C, V] as `Chunk.gradient`. An id outside of a row's support has none by its logprob.
+
+        Args:
+            statistics, d_logp, d_entropy: as for `Chunk.gradient`.
+            d_vocabulary_logp: [C], the gradient by `Statistics.vocabulary_logp`; None if it is not needed.
+        """
         row, ids, over_support = self._support.row, self._support.ids, self._rows.entropy_over_support
         p = self._log_p.exp()
         is_target = (ids == self._rows.target[row]).to(p.dtype)
@@ -308,14 +351,22 @@ class SupportChunk:
         if of_vocabulary is not None and over_support:
             d_scores = d_scores - of_vocabulary[row] * p * (self._log_p + self._entropy()[row])
             of_vocabulary = of_vocabulary.masked_fill(self._is_restricted, 0)
-        others = d_logp.masked_fill(self._is_restricted, 0)
-        d_raw = self._chunk.gradient(statistics, others, of_vocabulary)
+        by_table = d_logp.masked_fill(self._is_restricted, 0)
+        if d_vocabulary_logp is not None:
+            changed = self._unpenalized and self._unpenalized[0]
+            by_table = by_table + (
+                d_vocabulary_logp if changed is None else d_vocabulary_logp.index_fill(0, changed, 0)
+            )
+        d_raw = self._chunk.gradient(statistics, by_table, of_vocabulary)
         d_by_ids = (d_scores * self._slope).to(d_raw.dtype)
         if self._in_table is not None:
             others = ~self._in_table
             row, ids, d_by_ids = row[others], ids[others], d_by_ids[others]
             d_changed = self._of_table(statistics, d_logp, d_entropy, is_target)
             d_raw.index_put_(self._changed_places(), d_changed.to(d_raw.dtype))
+        if d_vocabulary_logp is not None and self._unpenalized is not None:
+            changed, chunk, own = self._unpenalized
+            d_raw.index_add_(0, changed, chunk.gradient(own, d_vocabulary_logp[changed], None).to(d_raw.dtype))
         return d_raw.index_put_((row, ids), d_by_ids, accumulate=True)
 
     def _of_table(self, statistics: Statistics, d_logp: Tensor, d_entropy: Tensor | None, is_target: Tensor) -> Tensor:
@@ -343,6 +394,31 @@ class SupportChunk:
         """Return [C], the entropy over the ids of each row; 0 for rows without."""
         log_p = self._log_p
         return log_p.new_zeros(len(self._rows.target)).index_add_(0, self._support.row, -log_p.exp() * log_p)
+
+
+class RowGradients(NamedTuple):
+    """The gradient of a loss by the statistics of each row.
+
+    Args:
+        logp: [C].
+        entropy: [C]; None if the loss does not depend on it.
+        vocabulary_logp: [C]; None if the loss does not depend on it, or if it is part of `logp`.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    vocabulary_logp: Tensor | None = None
+
+    def at(self, here: slice) -> "RowGradients":
+        """Return the gradients of a chunk."""
+        return RowGradients(*(None if each is None else each[here] for each in self))  # pyright: ignore[reportArgumentType]
+
+    def through(self, chunk: Chunk | SupportChunk, statistics: Statistics) -> Tensor:
+        """Return the gradient [C, V] by the product of a chunk. It overwrites the chunk's tables."""
+        if isinstance(chunk, SupportChunk):
+            return chunk.gradient(statistics, self.logp, self.entropy, self.vocabulary_logp)
+        d_logp = self.logp if self.vocabulary_logp is None else self.logp + self.vocabulary_logp
+        return chunk.gradient(statistics, d_logp, self.entropy)
 
 
 class CompiledChunk(Chunk):

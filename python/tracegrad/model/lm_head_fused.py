@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tracegrad.model.lm_head import Gradients, HeadPlan, HeadProblem
-from tracegrad.model.lm_head_chunked import GradientSums
+from tracegrad.model.lm_head_chunked import GradientSums, RowGradients, Statistics
 
-Evaluate = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None, Tensor | None]]
-"""(rows, logp, entropy) -> the loss of these rows, and its gradients by their logprobs and by their entropies."""
+Evaluate = Callable[[slice, Statistics], tuple[Tensor, RowGradients]]
+"""(rows, their statistics) -> the loss of these rows, and its gradients."""
 
 
 def head_loss(
@@ -43,9 +43,9 @@ def _one_pass(problem: HeadProblem, sums: GradientSums, cuts: Sequence[slice], e
     for rows in cuts:
         chunk = problem.chunk(rows)
         statistics = chunk.statistics()
-        loss, d_logp, d_entropy = evaluate(rows, statistics.logp, statistics.entropy)
+        loss, by = evaluate(rows, statistics)
         total = total + loss
-        sums.add(rows, chunk.gradient(statistics, _or_zero(d_logp, statistics.logp), d_entropy))
+        sums.add(rows, by.through(chunk, statistics))
         del chunk  # free its table now: the next chunk is made before the name is bound again
     return total
 
@@ -54,25 +54,29 @@ def _all_rows(problem: HeadProblem, sums: GradientSums, plan: HeadPlan, evaluate
     rows = slice(0, len(problem.hidden))
     if plan.name == "frozen":
         statistics, slopes = problem.statistics_and_gradient(plan.chunk_rows)
-        loss, d_logp, _ = evaluate(rows, statistics.logp, statistics.entropy)
-        sums.hidden = slopes.mul_(_or_zero(d_logp, statistics.logp)[:, None])
+        loss, by = evaluate(rows, statistics)
+        sums.hidden = slopes.mul_(by.logp[:, None])
         return loss
     statistics = problem.statistics(plan.chunk_rows)
-    loss, d_logp, d_entropy = evaluate(rows, statistics.logp, statistics.entropy)
+    loss, by = evaluate(rows, statistics)
     if plan.name == "recompute":
-        problem.gradient(statistics, _or_zero(d_logp, statistics.logp), d_entropy, sums, plan.chunk_rows)
+        problem.gradient(statistics, by, sums, plan.chunk_rows)
     return loss
 
 
-def _or_zero(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
-
-
-def wants_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, entropy: bool) -> Gradients:
+def wants_of(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, entropy: bool, vocabulary_logp: bool = False
+) -> Gradients:
     """Return the gradients that a call of `head_loss` must compute."""
     enabled = torch.is_grad_enabled()
     by_bias = bias is not None and bias.requires_grad
-    return Gradients(enabled and hidden.requires_grad, enabled and weight.requires_grad, enabled and by_bias, entropy)
+    return Gradients(
+        enabled and hidden.requires_grad,
+        enabled and weight.requires_grad,
+        enabled and by_bias,
+        entropy,
+        vocabulary_logp,
+    )
 
 
 class _HeadLoss(torch.autograd.Function):

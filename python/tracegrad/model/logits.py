@@ -112,9 +112,8 @@ class _LogitLogprobs(torch.autograd.Function):
         statistics = Statistics(*(logits.new_empty(len(logits), dtype=wide) for _ in range(3)))
         with torch.autocast(logits.device.type, enabled=False):
             for here in _chunks(logits):
-                for total, values in zip(statistics, _chunk(logits, rows, here).statistics(), strict=True):
-                    total[here] = values
-        ctx.save_for_backward(logits, rows.target, rows.inverse, *statistics)
+                statistics.set(here, _chunk(logits, rows, here).statistics())
+        ctx.save_for_backward(logits, rows.target, rows.inverse, *statistics[:3])
         ctx.restriction = rows[2:]
         ctx.set_materialize_grads(False)
         return statistics.logp, statistics.entropy

@@ -24,7 +24,7 @@ from tracegrad.model.lm_head import (
     chunk_kind,
     inverse_of,
 )
-from tracegrad.model.lm_head_chunked import Rows, slices
+from tracegrad.model.lm_head_chunked import RowGradients, Rows, Statistics, slices
 from tracegrad.model.lm_head_fused import head_loss, wants_of
 from tracegrad.model.structure import head_of
 from tracegrad.objective import Objective
@@ -38,8 +38,11 @@ class PolicyLoss(Loss):
 
     Args:
         logprobs, entropy: of each trained token, nats.
-        gradient: d loss / d logprob of each trained token.
+        gradient: d loss / d logprob of each trained token. With a penalty over the vocabulary, it is the sum of the
+            gradients by `logprobs` and by `vocabulary_logprobs`.
         plan: how the head was computed, and why.
+        vocabulary_logprobs: of each trained token over the whole vocabulary, without penalties of the sampler. None if
+            no penalty reads them, or if they equal `logprobs`.
 
     >>> from tracegrad import Sequences, correct, pack
     >>> from tracegrad.objective import Objective, PolicyGradient
@@ -61,6 +64,7 @@ class PolicyLoss(Loss):
     entropy: Tensor
     gradient: Tensor
     plan: HeadPlan
+    vocabulary_logprobs: Tensor | None = None
 
 
 def batch_loss(
@@ -170,14 +174,15 @@ def policy_loss(
         )
     setting = HeadSettings(softcap, float(logit_scale), logits_dtype, chunk_kind(hidden, logits_dtype, epilogue))
     over_support = objective.entropy is not None and objective.entropy.over == "support"
-    rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden), batch.support, over_support)
+    has_both = batch.support is not None and objective.requirements.ref_over == "vocabulary"
+    rows = Rows(batch.target, inverse_of(batch.inv_temperature, hidden), batch.support, over_support, has_both)
     problem = HeadProblem.of(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), rows, setting)
-    wants = wants_of(hidden, weight, bias, objective.entropy_gradient)
+    wants = wants_of(hidden, weight, bias, entropy=objective.entropy_gradient, vocabulary_logp=has_both)
     chunk_rows = problem.chunk_rows(chunk_bytes, wants)
     cuts = cuts_of(objective, batch.logit_row, terms, len(hidden), chunk_rows)
     unfit = f"one {objective.locality} of the objective spans more than the {chunk_rows:,} rows of a chunk"
     chosen = choose_plan(problem.size(), wants, chunk_rows, fits=cuts is not None, reason_unfit=unfit, requested=plan)
-    evaluation = _Evaluation(objective, terms, batch.logit_row, len(hidden), wants.any)
+    evaluation = _Evaluation(objective, terms, batch.logit_row, len(hidden), wants.any, has_both)
     loss = head_loss(hidden, weight, bias, problem, chosen, cuts or (), evaluation)
     return PolicyLoss(loss=loss, **evaluation.result(), plan=chosen)
 
@@ -232,33 +237,46 @@ class _Selection(NamedTuple):
 class _Evaluation:
     """Evaluates the objective and its gradient on chunks of rows, and collects the values of each trained token."""
 
-    def __init__(self, objective: Objective, terms: Terms, row: Tensor, rows: int, trained: bool) -> None:
-        self._rows = rows
+    def __init__(
+        self, objective: Objective, terms: Terms, row: Tensor, rows: int, trained: bool, has_both: bool
+    ) -> None:
+        self._rows, self._has_both = rows, has_both
         self._objective, self._terms, self._row, self._trained = objective, terms, row, trained
         self._values: dict[str, Tensor] = {}
         self._order: Tensor | None = None
         self._sorted: Tensor | None = None
 
-    def __call__(self, here: slice, logp: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the loss of the rows `here` and its gradients by their logprobs and entropies."""
-        selection = self._selection(here)
-        uses_entropy = self._objective.entropy_gradient
+    def __call__(self, here: slice, statistics: Statistics) -> tuple[Tensor, RowGradients]:
+        """Return the loss of the rows `here` and its gradients by their statistics."""
+        selection, logp = self._selection(here), statistics.logp
+        uses_entropy, of_vocabulary = self._objective.entropy_gradient, statistics.vocabulary_logp
         with torch.set_grad_enabled(self._trained):
             leaf = logp[selection.row].requires_grad_(self._trained)
-            entropy_leaf = entropy[selection.row].requires_grad_(self._trained and uses_entropy)
-            result = self._objective(leaf, entropy_leaf, selection.terms)
-        by_logp = by_entropy = None
+            entropy_leaf = statistics.entropy[selection.row].requires_grad_(self._trained and uses_entropy)
+            other_leaf = None
+            if of_vocabulary is not None:
+                other_leaf = of_vocabulary[selection.row].requires_grad_(self._trained)
+            result = self._objective(leaf, entropy_leaf, selection.terms, vocabulary_logprobs=other_leaf)
+        by: dict[str, Tensor | None] = {}
         if self._trained:
-            inputs = [leaf, entropy_leaf] if uses_entropy else [leaf]
-            by_logp, by_entropy = (*torch.autograd.grad(result.loss, inputs, allow_unused=True), None)[:2]
-        gradient = torch.zeros_like(leaf) if by_logp is None else by_logp
-        per_term = {field.name: getattr(result.per_term, field.name) for field in fields(PerTerm)}
-        for name, value in {**per_term, "logprobs": leaf, "entropy": entropy_leaf, "gradient": gradient}.items():
+            inputs = {"logp": leaf, "entropy": entropy_leaf if uses_entropy else None, "vocabulary_logp": other_leaf}
+            inputs = {name: value for name, value in inputs.items() if value is not None}
+            gradients = torch.autograd.grad(result.loss, list(inputs.values()), allow_unused=True)
+            by = dict(zip(inputs, gradients, strict=True))
+        gradient = torch.zeros_like(leaf)
+        for part in (by.get("logp"), by.get("vocabulary_logp")):
+            gradient = gradient if part is None else gradient + part
+        values = {field.name: getattr(result.per_term, field.name) for field in fields(PerTerm)}
+        values |= {"logprobs": leaf, "entropy": entropy_leaf, "gradient": gradient}
+        if self._has_both:
+            values["vocabulary_logprobs"] = leaf if other_leaf is None else other_leaf
+        for name, value in values.items():
             self._store(name, selection, value.detach())
-        return result.loss.detach(), _per_row(by_logp, selection, logp), _per_row(by_entropy, selection, logp)
+        rows = {name: _per_row(part, selection, logp) for name, part in by.items() if part is not None}
+        return result.loss.detach(), RowGradients(**{"logp": torch.zeros_like(logp), **rows})
 
     def result(self) -> dict[str, Any]:
-        """Return `PerTerm`, logprobs, entropy and gradient of all trained tokens, as keyword arguments."""
+        """Return `PerTerm` and the other values of all trained tokens, as keyword arguments."""
         per_term = PerTerm(**{field.name: self._values.pop(field.name) for field in fields(PerTerm)})
         return {"per_term": per_term, **self._values}
 
@@ -297,6 +315,6 @@ class _Evaluation:
             self._values[name] = torch.where(selection.counts, value, total)
 
 
-def _per_row(by_term: Tensor | None, selection: _Selection, like: Tensor) -> Tensor | None:
+def _per_row(by_term: Tensor, selection: _Selection, like: Tensor) -> Tensor:
     """Return the gradient of each row: the sum over the trained tokens that share it."""
-    return None if by_term is None else torch.zeros_like(like).index_add_(0, selection.row, by_term)
+    return torch.zeros_like(like).index_add_(0, selection.row, by_term)

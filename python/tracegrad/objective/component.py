@@ -82,6 +82,8 @@ class LossInputs:
         keep: bool, the tokens that `correct` kept.
         scales: scale of each token, by reduction.
         permutation: returns a random permutation of n; used by components that draw at random.
+        vocabulary_logprobs: logprobs under the policy being trained over the whole vocabulary, for tokens that were
+            sampled from a part of it or with penalties. None if they equal `logprobs`.
 
     Attributes:
         advantages: advantages at kept tokens, 0 elsewhere. The evaluator subtracts the shifts.
@@ -110,9 +112,11 @@ class LossInputs:
         keep: Any,
         scales: Mapping[Reduce, Any],
         permutation: Callable[[int], Any],
+        vocabulary_logprobs: Any = None,
     ) -> None:
         self.objective, self.arrays, self.permutation = objective, arrays, permutation
         self._theta, self._entropy, self._scales, self._segments = logprobs, entropy, scales, {}
+        self._over_vocabulary = logprobs if vocabulary_logprobs is None else vocabulary_logprobs
         self.counted, self.keep = counted, keep
         rollout = arrays["rollout"]
         self.known = counted if rollout is None else counted & ~rollout.isnan()
@@ -193,9 +197,14 @@ class LossInputs:
         rollout, theta = self.logprob("rollout", mask), self.logprob("theta", mask).detach()
         return rollout + self.masked_array("alpha", mask) * (theta - rollout)
 
-    def log_difference(self, ratio: Ratio, mask: Any) -> Any:
-        """Return log num - log den; 0 without a gradient outside `mask`."""
-        return self.logprob(ratio.num, mask) - self.logprob(ratio.den, mask)
+    def log_difference(self, ratio: Ratio, mask: Any, *, over_vocabulary: bool = False) -> Any:
+        """Return log num - log den; 0 without a gradient outside `mask`.
+
+        Args:
+            over_vocabulary: take theta's logprobs over the whole vocabulary. Those of `den` must be, too.
+        """
+        num = self._over_vocabulary.where(mask, 0) if over_vocabulary else self.logprob(ratio.num, mask)
+        return num - self.logprob(ratio.den, mask)
 
     def has_value(self, ratio: Ratio) -> Any:
         """Return at which tokens a ratio has a value."""
@@ -258,6 +267,7 @@ class LossInputs:
             keep=self.keep,
             scales=self._scales,
             permutation=self.permutation,
+            vocabulary_logprobs=self._over_vocabulary.detach(),
         )
         view._segments, view.advantages = self._segments, self.advantages
         return view

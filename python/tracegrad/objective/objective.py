@@ -87,6 +87,8 @@ class Requirements:
 
     Args:
         old, rollout, ref, entropy, proximal: whether it reads this array or policy.
+        ref_over: the ids over which the logprobs of ref are: "support" for those that the sampler kept, with its
+            penalties; "vocabulary" for all ids without.
         trace_ratio: whether it reads a current-policy ratio over a trace or turn. If so, all branches of a trace must
             be in one batch.
         zero_advantage_reason: reason why a trace whose every advantage is 0 matters to the gradient; None if it can be
@@ -107,6 +109,7 @@ class Requirements:
     trace_ratio: bool
     entropy: bool = False
     proximal: bool = False
+    ref_over: Literal["support", "vocabulary"] = "support"
     zero_advantage_reason: str | None = field(default="traces with advantage 0 were not analysed", compare=False)
     dropped_reason: str | None = field(default="dropped tokens were not analysed", compare=False)
     zero_weight_reason: str | None = field(default="tokens with weight 0 were not analysed", compare=False)
@@ -299,6 +302,7 @@ class Objective:
             trace_ratio=shared or self.surrogate.locality != "term",
             entropy=self.entropy_gradient or any(part.takes_entropy for part in (self.surrogate, *self.components)),
             proximal=proximal,
+            ref_over="vocabulary" if any(part.over == "vocabulary" for part in self.penalties) else "support",
             zero_advantage_reason=zero_advantage_reason(self),
             dropped_reason=dropped_reason(self),
             zero_weight_reason=zero_weight_reason(self),
@@ -327,9 +331,16 @@ class Objective:
                 "or one without a ratio (TOPR_POSITIVE)."
             )
 
-    def __call__(self, logprobs: Any, entropy: Any, terms: Any) -> Any:
-        """Return the loss on `terms`, whose class evaluates it for their kind of array (`objective.Terms`)."""
-        return terms.evaluate(self, logprobs, entropy)
+    def __call__(self, logprobs: Any, entropy: Any, terms: Any, *, vocabulary_logprobs: Any = None) -> Any:
+        """Return the loss on `terms`, whose class evaluates it for their kind of array (`objective.Terms`).
+
+        Args:
+            logprobs, entropy: of the policy being trained.
+            terms: the other arrays.
+            vocabulary_logprobs: for penalties with over="vocabulary", logprobs over the whole vocabulary without
+                penalties of the sampler, with gradient. None if no token has support or penalties.
+        """
+        return terms.evaluate(self, logprobs, entropy, vocabulary_logprobs)
 
     def coefficients(self, logprobs: Any, terms: Any) -> Any:
         """Return c with d loss / d logprob = -c at each token: per-token weights of -logp for any trainer.

@@ -44,6 +44,9 @@ class Penalty(Component):
         cap: the estimate is clamped to [-cap, cap] and has no gradient beyond (verl and SkyRL: 10 for k3).
         where: only on the tokens that this selects.
         reduce: its own denominators; None means those of the objective.
+        over: "support": both logprobs of a token that was sampled with top-p, top-k, min-p or penalties are over the
+            ids that the sampler kept, with its penalties (`Batch.support`), like those of the ratio. "vocabulary": both
+            are those of softmax(logits / temperature). Only for theta/ref; ref has one kind of logprobs.
 
     Source: Schulman 2020, "Approximating KL divergence"; straight_through: verl's kl_penalty; importance:
     DeepSeek-V3.2, arXiv 2512.02556, eq. 7.
@@ -69,8 +72,15 @@ class Penalty(Component):
     cap: float | None = None
     where: TopCovariance | None = None
     reduce: Reduce | None = None
+    over: Literal["support", "vocabulary"] = "support"
 
     def __post_init__(self) -> None:
+        check_choice("Penalty.over", self.over, ("support", "vocabulary"))
+        if self.over == "vocabulary" and self.ratio != Ratio("theta", "ref"):
+            raise ArgumentError(
+                f"TG-OBJ-056: a penalty on {self.ratio} is over the vocabulary. The logprobs of {self.ratio.den} are "
+                "over the sampler's support. Use over='support', or Ratio('theta', 'ref')."
+            )
         check_choice("Penalty.kind", self.kind, tuple(KINDS))
         check_choice("Penalty.masked", self.masked, tuple(_GATED))
         if self.ratio.num != "theta":
@@ -102,13 +112,28 @@ class Penalty(Component):
 
     def check(self, objective: "Objective") -> None:
         refuse_without_effect(self.weighted and not objective.weights, "Penalty.weighted", "there are no weights")
+        if self.over == "support":
+            return
+        over_support = [part for part in objective.penalties if part.over == "support" and "ref" in part.ratio]
+        other_readers = [*objective.weights, *objective.rejections, *objective.shifts]
+        over_support += [part for part in other_readers if any("ref" in ratio for ratio, _ in part.ratios())]
+        over_support += [
+            part.importance for part in objective.penalties if part.importance and "ref" in part.importance
+        ]
+        over_support += [objective.surrogate] if "ref" in objective.surrogate.reads else []
+        if over_support:
+            raise ArgumentError(
+                f"TG-OBJ-057: the penalty '{self}' reads ref over the vocabulary, and '{over_support[0]}' over the "
+                "support. Each token has one logprob of ref. Use the same `over` in all penalties on theta/ref, and "
+                "ref nowhere else."
+            )
 
     def at(self, view: LossInputs, mask: Any) -> Any:
         """Return the estimate at each token in `mask` with its ratio and cap, before `coef`; 0 elsewhere."""
         mask = mask & view.has_value(self.ratio)
         if self.where is not None:
             mask = self.where.of(view, mask)
-        log_ratio = view.log_difference(self.ratio, mask)
+        log_ratio = view.log_difference(self.ratio, mask, over_vocabulary=self.over == "vocabulary")
         value = KINDS[self.kind](-log_ratio if self.kind == "k3" else log_ratio)
         if self.cap is not None:
             value = value.clamp(-self.cap, self.cap)
@@ -127,6 +152,7 @@ class Penalty(Component):
         notes = [*_GATED[self.masked], *["weighted"] * self.weighted]
         notes += [str(self.where)] if self.where else []
         notes += [f"at most {self.cap:g}"] if self.cap else []
+        notes += ["over the vocabulary"] if self.over == "vocabulary" else []
         notes += [f"scale {self.reduce}"] if self.reduce else []
         return f"{self.coef:g} * {kind}({self.ratio}){factors}" + (f" [{', '.join(notes)}]" if notes else "")
 

@@ -2,12 +2,14 @@
 
 import ast
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
+from tracegrad._validation import refuse_without_effect
 from tracegrad.config import dotted_keys
 from tracegrad.errors import ArgumentError
 from tracegrad.objective.objective import Objective, with_beta, with_entropy, with_kl
+from tracegrad.objective.ratio import Ratio
 
 
 def override(objective: Objective, name: str, value: object) -> Objective:
@@ -30,7 +32,8 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
     Args:
         changes: dotted names to values. Text is parsed as its field's type ("none" for None). Entries of a tuple are
             addressed by their index (`weights.0.transform.high`), and "none" empties the tuple. `kl`, `beta` and
-            `entropy` are the coefficients of `with_kl`, `with_beta` and `with_entropy`.
+            `entropy` are the coefficients of `with_kl`, `with_beta` and `with_entropy`. `kl_over` is the field `over`
+            of the penalties on theta/ref.
 
     Raises:
         ArgumentError: for an unknown name, with the nearest valid one; for a value of the wrong type; for an invalid
@@ -43,12 +46,28 @@ def override_all(objective: Objective, changes: Mapping[str, object]) -> Objecti
     """
     added = {"kl": with_kl, "beta": with_beta, "entropy": with_entropy}
     result = dotted_keys.set_values(
-        objective, ((name, value) for name, value in changes.items() if name not in added), at="objective", finite=False
+        objective,
+        ((name, value) for name, value in changes.items() if name not in (*added, "kl_over")),
+        at="objective",
+        finite=False,
     )
     for name, add in added.items():
         if name in changes:
             result = add(result, dotted_keys.set_values({name: 0.0}, [(name, changes[name])], at="objective")[name])
+    if "kl_over" in changes:
+        result = _with_kl_over(result, changes["kl_over"])
     return result
+
+
+def _with_kl_over(objective: Objective, over: Any) -> Objective:
+    pair = Ratio("theta", "ref")
+    refuse_without_effect(
+        all(penalty.ratio != pair for penalty in objective.penalties),
+        "objective.kl_over",
+        "the objective has no penalty on theta/ref",
+    )
+    penalties = [replace(part, over=over) if part.ratio == pair else part for part in objective.penalties]
+    return replace(objective, penalties=tuple(penalties))
 
 
 _LONGEST = 10_000

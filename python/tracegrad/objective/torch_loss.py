@@ -76,9 +76,15 @@ class Terms:
         selected = {name: None if value is None else value[where] for name, value in values.items()}
         return Terms(**selected, scales={key: value[where] for key, value in (self.scales or {}).items()})
 
-    def evaluate(self, objective: Objective, logprobs: Tensor, entropy: Tensor | None) -> "Loss":
+    def evaluate(
+        self,
+        objective: Objective,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        vocabulary_logprobs: Tensor | None = None,
+    ) -> "Loss":
         """Return the loss of `objective` on these tokens; `objective(logprobs, entropy, terms)` calls it."""
-        return evaluate(objective, logprobs, entropy, self)
+        return evaluate(objective, logprobs, entropy, self, vocabulary_logprobs)
 
     def coefficients(self, objective: Objective, logprobs: Any) -> NDArray[Any]:
         """Return c with d loss / d logprob = -c, by autograd; `objective.coefficients(logprobs, terms)` calls it.
@@ -145,7 +151,13 @@ class Loss:
     per_term: PerTerm
 
 
-def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> Loss:
+def evaluate(
+    objective: Objective,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    terms: Terms,
+    vocabulary_logprobs: Tensor | None = None,
+) -> Loss:
     """Return sum of scale * weight * surrogate over kept tokens, plus the penalties, minus the entropy bonus.
 
     The sum over the batches of a step is the loss of the step, however the step was split.
@@ -154,6 +166,8 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
         logprobs: [m] float32 or float64 of the policy being trained, nats, with gradient.
         entropy: [m], read only by objectives with an entropy bonus or rejection; otherwise it may be None.
         terms: the other arrays.
+        vocabulary_logprobs: [m] as `logprobs`, but over the whole vocabulary and without penalties of the sampler. Only
+            penalties with over="vocabulary" read it. None if no token has support or penalties.
 
     Raises:
         ArgumentError: if the tokens lack what the objective needs, or shapes differ.
@@ -165,7 +179,7 @@ def evaluate(objective: Objective, logprobs: Tensor, entropy: Tensor | None, ter
     >>> logprobs.grad.tolist()  # -A / 2 tokens
     [-0.5, 0.5]
     """
-    view = _view(objective, logprobs, entropy, terms)
+    view = _view(objective, logprobs, entropy, terms, vocabulary_logprobs)
     for shift in objective.shifts:
         view.advantages = view.advantages - shift.of(view)
     value = objective.surrogate.loss(view)
@@ -200,11 +214,19 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value)
 
 
-def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms: Terms) -> LossInputs:
+def _view(
+    objective: Objective,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    terms: Terms,
+    vocabulary_logprobs: Tensor | None,
+) -> LossInputs:
     arrays = {field.name: getattr(terms, field.name) for field in fields(terms) if field.name != "scales"}
-    _check_shapes(objective, logprobs, entropy, arrays)
+    _check_shapes(objective, logprobs, entropy, arrays, vocabulary_logprobs)
     _check_detached(objective, arrays)
     logprobs = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    if vocabulary_logprobs is not None:
+        vocabulary_logprobs = vocabulary_logprobs.to(logprobs.dtype)
     counted = terms.scale != 0
     keep = counted if terms.keep is None else terms.keep.bool()
     return LossInputs(
@@ -216,6 +238,7 @@ def _view(objective: Objective, logprobs: Tensor, entropy: Tensor | None, terms:
         keep=keep,
         scales={**(terms.scales or {}), objective.reduce: terms.scale},
         permutation=torch.randperm,
+        vocabulary_logprobs=vocabulary_logprobs,
     )
 
 
@@ -233,8 +256,19 @@ def _check_detached(objective: Objective, arrays: Mapping[str, Any]) -> None:
             )
 
 
-def _check_shapes(objective: Objective, logprobs: Tensor, entropy: Tensor | None, arrays: Mapping[str, Any]) -> None:
+def _check_shapes(
+    objective: Objective,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    arrays: Mapping[str, Any],
+    vocabulary_logprobs: Tensor | None,
+) -> None:
     """Refuse arrays that do not have one entry per token, and a missing entropy that is needed."""
+    if vocabulary_logprobs is not None and vocabulary_logprobs.shape != logprobs.shape:
+        raise ArgumentError(
+            f"TG-OBJ-055: vocabulary_logprobs is {tuple(vocabulary_logprobs.shape)} but logprobs are "
+            f"{tuple(logprobs.shape)}. Pass one entry per token."
+        )
     for name, value in arrays.items():
         if value is not None and value.shape != logprobs.shape:
             raise ArgumentError(

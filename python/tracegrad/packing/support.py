@@ -99,9 +99,14 @@ class Support:
         return [self.ids, self.row, *(self.changes or ())]
 
     @property
+    def unrestricted_rows(self) -> NDArray[np.int64]:
+        """The rows, ascending, that were sampled from the whole vocabulary with changed logits."""
+        return np.flatnonzero(~self.restricted & (np.diff(self.offsets) > 0))
+
+    @property
     def has_changed_vocabulary(self) -> bool:
         """Whether a row was sampled from the whole vocabulary with changed logits."""
-        return bool(np.any(~self.restricted & (np.diff(self.offsets) > 0)))
+        return len(self.unrestricted_rows) > 0
 
 
 class RecordedSampling:

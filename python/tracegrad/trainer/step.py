@@ -100,9 +100,11 @@ class StepResult:
         logprobs, entropy: of the policy before the update, in nats.
         ratio: ratio of the surrogate, at its level; 1 if it uses none.
         clipped: whether clipping removed the token's gradient (`Surrogate.clip_mask`).
-        gradient: d loss / d logprob.
+        gradient: d loss / d logprob, as in `PolicyLoss`.
         weight: product of all weights, including those that depend on the trained policy; 1 if `keep` is False.
         keep: whether all rejections keep the token, including those that depend on the trained policy.
+        vocabulary_logprobs: of the policy before the update over the whole vocabulary, without penalties of the
+            sampler; None if no penalty of the objective reads them.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from tracegrad import Sequences, pack
@@ -131,6 +133,7 @@ class StepResult:
     gradient: Floats
     weight: Floats
     keep: NDArray[np.bool_]
+    vocabulary_logprobs: Floats | None = None
 
 
 def optimizer_step(
@@ -192,7 +195,7 @@ def optimizer_step(
     optimizer.zero_grad(set_to_none=True)
     batches = step.batches if skip_tokens is None else tuple(b.drop_tokens(skip_tokens[b.term]) for b in step.batches)
     losses = _accumulate(target, step, batches, objective, corrected, precision, idle or DeviceIdleMeter(target.device))
-    arrays = losses.arrays(batches, _defaults(len(step), corrected))
+    arrays = losses.arrays(batches, _defaults(len(step), corrected, objective))
     if check is not None:
         ranks.raise_on_all(_refusal(check, arrays["logprobs"]))
     norm = _update(target, optimizer, grad_clip)
@@ -207,11 +210,12 @@ def _refusal(check: Callable[[Floats], None], logprobs: Floats) -> TracegradErro
     return None
 
 
-def _defaults(terms: int, corrected: Correction) -> dict[str, NDArray[Any]]:
+def _defaults(terms: int, corrected: Correction, objective: Objective) -> dict[str, NDArray[Any]]:
     """Return [M] default values for tokens that no batch includes."""
     nan = np.full(terms, np.nan, np.float32)
+    more = ["vocabulary_logprobs"] if objective.requirements.ref_over == "vocabulary" else []
     return {
-        **{name: nan.copy() for name in ("logprobs", "entropy", "ratio")},
+        **{name: nan.copy() for name in ("logprobs", "entropy", "ratio", *more)},
         "weight": np.asarray(corrected.weight, np.float32).copy(),
         "gradient": np.zeros(terms, np.float32),
         "clipped": np.zeros(terms, bool),
@@ -232,8 +236,10 @@ class _Losses:
         """Fill the arrays `out`, [M] each, in the step's order."""
         for name, values in out.items():
             for batch, result in zip(batches, self.results, strict=True):
-                is_own = name in ("logprobs", "entropy", "gradient")
-                values[batch.term] = getattr(result if is_own else result.per_term, name).cpu().numpy()
+                is_own = name in ("logprobs", "entropy", "gradient", "vocabulary_logprobs")
+                value = getattr(result if is_own else result.per_term, name)
+                # Without support, both kinds of logprobs are equal.
+                values[batch.term] = (result.logprobs if value is None else value).cpu().numpy()
         return out
 
 

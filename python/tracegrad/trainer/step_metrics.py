@@ -153,6 +153,7 @@ def off_policy(step: Step, outcome: StepResult, version: int | None = None) -> O
         weight=outcome.weight,
         theta=outcome.logprobs,
         ref=step.ref_logprobs,
+        theta_of_ref=outcome.vocabulary_logprobs,
         advantages=step.advantages,
         gradient=outcome.gradient,
         turn=step.turn,

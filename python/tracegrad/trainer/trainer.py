@@ -191,7 +191,7 @@ class Trainer:
                     "TG-TRAIN-082: the step has no ref_logprobs, and no reference model can compute them: the "
                     "policy was the reference, and has been trained since. Pass reference=, or leave "
                     "keep_initial_reference True. With train.ref_sync_steps, compute them before the policy changes: "
-                    "step.with_logprobs(ref=trainer.compute_logprobs(step))."
+                    "step.with_logprobs(ref=trainer.compute_logprobs(step, model='reference'))."
                 )
             with self.watch("ref"):
                 step = step.with_logprobs(ref=self.compute_logprobs(step, model="reference"))
@@ -200,17 +200,22 @@ class Trainer:
     def compute_logprobs(self, step: Step, *, model: Literal["policy", "reference"] = "policy") -> Floats:
         """Compute [M] logprobs of the step's trained tokens in nats, without gradient.
 
-        Tokens in no batch of this rank are NaN.
+        They are over the sampler's support and with its penalties. Those of the reference are over the whole vocabulary
+        and without penalties if the objective has a `Penalty` with over="vocabulary". Tokens in no batch of this rank
+        are NaN.
 
         Args:
             model: "policy" for the current policy. "reference" for the reference, or the policy (without its adapters)
                 if there is no reference model.
         """
+        batches = step.batches
+        if model == "reference" and self.objective.requirements.ref_over == "vocabulary":
+            batches = tuple(replace(batch, support=None) for batch in batches)
         is_policy = model == "reference" and self.reference is None and not self.config.train.ref_sync_steps
         placed = self.reference if model == "reference" and self.reference is not None else self.target
         check_step(step, placed.model)
         with adapters_off(self.model) if is_policy else nullcontext():
-            logprobs = step.with_logprobs(old=compute_logprobs(placed, step.batches, self.precision)).old_logprobs
+            logprobs = step.with_logprobs(old=compute_logprobs(placed, batches, self.precision)).old_logprobs
         assert logprobs is not None
         return np.asarray(logprobs, np.float32)
 

@@ -80,6 +80,12 @@ def check_effective(config: Config, objective: Objective) -> None:
                 "TG-TRAIN-087: advantage.multi_objective_aggregation normalize_then_sum divides each reward by its "
                 "group's standard deviation. Set advantage.baseline group_mean and advantage.scale std."
             )
+    if kl.coef and objective.requirements.ref_over == "vocabulary":
+        raise ArgumentError(
+            "TG-TRAIN-098: reward_kl compares old and ref over the ids that the sampler kept, and a penalty of the "
+            "objective reads ref over the vocabulary. Each token has one logprob of ref. Set the penalty's over to "
+            "support, or leave one of the two out."
+        )
     every = config.train.updates_per_old_logprobs or int(refreshes_old_each_update(objective, config))
     if kl.coef and config.train.ref_sync_steps and (not every or config.train.ref_sync_steps % every):
         raise ArgumentError(
