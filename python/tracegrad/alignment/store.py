@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment.penalties import Penalties
 from tracegrad.alignment.ragged import Ragged
 from tracegrad.alignment.token_sets import TokenSets, support_of
-from tracegrad.data.codes import MEDIA, NO_LEVEL, TEXT_ONLY
+from tracegrad.data.codes import LEVELS, MEDIA, NO_LEVEL, TEXT_ONLY
 from tracegrad.errors import ArgumentError, FormatError, ReadError
 from tracegrad.images import ImageRule, ImageSpans, image_files
 from tracegrad.storage import manifest, safetensors_file
@@ -137,8 +137,8 @@ def _wrong_value(columns: Mapping[str, Array]) -> str | None:
     for name, low, high in (("ids", 0, None), ("source", 0, 2), ("logprob_kind", 0, 2), ("ending", 0, 2)):
         if not _within(columns[name], low, high):
             return f"{name} has values below {low}{'' if high is None else f' or above {high}'}."
-    if np.any((level > 6) & (level != 255)):
-        return "alignment_level has values that are none (0 to 6, or 255)."
+    if np.any((level >= len(LEVELS)) & (level != NO_LEVEL)):
+        return f"alignment_level has values that are none (0 to {len(LEVELS) - 1}, or {NO_LEVEL})."
     if not _between(columns["inv_temperature"], 0.0):
         return "inv_temperature has values that are not above 0 and finite."
     for name in ("rewards", "turn_rewards", "temperature"):

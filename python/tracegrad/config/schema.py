@@ -155,8 +155,9 @@ class Filter:
     """Drop traces with fewer generations."""
     max_turns: int = 0
     """Drop traces with more generations. 0 means no limit."""
-    worst_level: Literal["T0", "T1", "T2", "T3", "T4", "T5", "T6"] = "T6"
-    """Drop traces that contain a trained token of a worse alignment level. T6 means no limit."""
+    worst_level: Literal["T0", "T1", "T2", "T3", "T4", "T5", "T6", "T7"] = "T7"
+    """Drop traces that contain a trained token of a later alignment level. T7 means no limit. T6 drops traces with
+    logprobs that `tracegrad fill` measured (T7)."""
     max_staleness: int = -1
     """Drop traces with a token sampled more than this many policy versions before the newest, or with an unknown
     version. -1 means no limit."""

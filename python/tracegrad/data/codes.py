@@ -4,7 +4,7 @@ from tracegrad import _core
 
 PROMPT, TEMPLATE, SAMPLED = 0, 1, 2
 SOURCES = ("prompt", "template", "sampled")
-LEVELS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6")
+LEVELS = ("T0", "T1", "T2", "T3", "T4", "T5", "T6", "T7")
 LEVEL_TEXT = {
     "T0": "prompt and completion ids recorded",
     "T1": "completion ids recorded",
@@ -13,6 +13,7 @@ LEVEL_TEXT = {
     "T4": "canonical tokens of the text: assumed, the count fits",
     "T5": "canonical tokens of the message: assumed, the count fits",
     "T6": "text only: no ratio",
+    "T7": "logprob measured afterwards by `tracegrad fill`, not recorded",
 }
 """Meaning of each alignment level."""
 MISMATCH_TEXT = {
@@ -57,6 +58,7 @@ MISMATCH_TEXT = {
     "R34 picture_unplaced": "the ids of a prompt do not match its images: kept, not trained",
     "R35 picture_expanded": "a prompt was recorded as sent, with one id for each image",
     "R36 message_not_in_prompt": "the text of a message, of a tool call or of a tool result is missing from its prompt",
+    "R37 filled_ids_differ": "the filled logprobs belong to other ids",
 }
 """Meaning of each mismatch reason of the alignment report."""
 TEXT_TRAINS = (
@@ -66,6 +68,7 @@ TEXT_TRAINS = (
 """Command-line options that train on text without logprobs: the two objectives that support it."""
 ASSUMED_LEVELS = ("T4", "T5")
 TEXT_ONLY = 6
+FILLED = 7
 NO_LEVEL = 255
 MEDIA = tuple(map(_core.MISMATCH_REASONS.index, ("R32 media_in_prompt", "R34 picture_unplaced")))
 LOGPROB_KINDS = ("unknown", "raw", "processed")

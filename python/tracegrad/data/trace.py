@@ -148,6 +148,7 @@ TOKEN_KEYS = frozenset(
         "trainer_logprobs",
         "entropies",
         "is_content",
+        "filled",
     ]
 )
 
@@ -285,6 +286,8 @@ class Generation:
         token_ids: [tokens] int32, or None.
         prompt_token_ids: all ids before the first sampled one, int32, or None.
         logprobs: [tokens] float32 in nats, NaN if missing or invalid, or None.
+        filled_logprobs: [tokens] float32 in nats that `tracegrad fill` measured for tokens without a recorded one, NaN
+            elsewhere; None if it measured none. `align` uses them if they belong to the sampled ids.
         has_bytes, has_texts: whether the record has the tokens' bytes or texts.
         missing: number of logprobs that were null, NaN or -inf.
         invalid: number of logprobs that were positive or -9999.0.
@@ -306,6 +309,7 @@ class Generation:
     token_ids: NDArray[np.int32] | None
     prompt_token_ids: NDArray[np.int32] | None
     logprobs: NDArray[np.float32] | None
+    filled_logprobs: NDArray[np.float32] | None
     has_bytes: bool
     has_texts: bool
     missing: int

@@ -43,6 +43,7 @@ pub enum Reason {
     PictureUnplaced,
     PictureExpanded,
     MessageNotInPrompt,
+    FilledIdsDiffer,
 }
 
 /// Number and share of tokens that a server may count in usage without listing them, as observed.
@@ -55,7 +56,7 @@ pub fn lists_fewer(listed: u64, counted: u64) -> bool {
 }
 
 /// Names of the reasons. Index 0 is unused, so that `NAMES[code]` is the name of `R<code>`.
-pub const NAMES: [&str; 37] = [
+pub const NAMES: [&str; 38] = [
     "R00 none",
     "R01 noncanonical_bpe",
     "R02 partial_utf8",
@@ -93,6 +94,7 @@ pub const NAMES: [&str; 37] = [
     "R34 picture_unplaced",
     "R35 picture_expanded",
     "R36 message_not_in_prompt",
+    "R37 filled_ids_differ",
 ];
 
 /// One finding: its place, the number of affected tokens, and the details.
@@ -116,7 +118,7 @@ mod tests {
 
     #[test]
     fn the_number_in_the_name_is_the_code() {
-        assert_eq!(Reason::MessageNotInPrompt as usize, NAMES.len() - 1);
+        assert_eq!(Reason::FilledIdsDiffer as usize, NAMES.len() - 1);
         for (code, name) in NAMES.iter().enumerate() {
             assert!(name.starts_with(&format!("R{code:02} ")), "{name}");
         }

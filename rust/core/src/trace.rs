@@ -183,6 +183,8 @@ pub struct Generation {
     pub replayed: Option<u32>,
     /// The penalties and biases that the logprobs include. `align` sets them.
     pub penalties: Option<Box<Penalties>>,
+    /// Logprobs that were measured after the recording, for tokens without a recorded one.
+    pub filled: Option<Box<Filled>>,
     /// Observations of the reader about how the generation was recorded.
     pub notes: Vec<Note>,
     /// The server that produced it, if the record names it.
@@ -214,6 +216,7 @@ impl Default for Generation {
             extras: Vec::new(),
             replayed: None,
             penalties: None,
+            filled: None,
             notes: Vec::new(),
             server: None,
             request: None,
@@ -232,6 +235,26 @@ pub struct Penalties {
     pub frequency: f32,
     /// (id, what is added to its logit before the penalties), ascending by id.
     pub bias: Vec<(u32, f32)>,
+}
+
+/// Logprobs of sampled tokens that were measured with the sampler's checkpoint after the recording.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Filled {
+    /// The ids that the logprobs belong to.
+    pub ids: Vec<u32>,
+    /// Logprobs in nats, NaN if not measured. As many as ids.
+    pub logprobs: Vec<f32>,
+    /// The distribution that the logprobs belong to.
+    pub kind: LogprobKind,
+    /// Temperature of the distribution; `None` means that of the generation.
+    pub temperature: Option<f32>,
+    /// The ids from which the sampler would have drawn each token, a `sampling_mask`. An empty row stands for the
+    /// complete vocabulary. `align` adds the rows of tokens with a recorded mask.
+    pub kept: Option<Extra>,
+    /// As `Generation::replayed`, for the filled tokens. `align` sets it.
+    pub replayed: u32,
+    /// As `Generation::penalties`, if the filled logprobs are used. `align` sets them.
+    pub penalties: Option<Box<Penalties>>,
 }
 
 /// The prompt of a generation, as far as it was recorded.

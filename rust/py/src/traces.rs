@@ -212,6 +212,9 @@ impl PyTraces {
         columns.set_item("rendered", ints(&|row| i64::from(row.3.prompt == Prompt::Rendered)))?;
         columns.set_item("missing", ints(&|row| row.3.tokens.missing.into()))?;
         columns.set_item("invalid", ints(&|row| row.3.tokens.invalid.into()))?;
+        let filled =
+            |row: &Row<'_>| row.3.filled.as_ref().map_or(0, |f| f.logprobs.iter().filter(|l| !l.is_nan()).count());
+        columns.set_item("filled", ints(&|row| filled(row) as i64))?;
         columns.set_item("logprob_kind", ints(&|row| row.3.logprob_kind as i64))?;
         columns.set_item("version", ints(&|row| row.3.policy_version.into()))?;
         columns.set_item("context", ints(&|row| row.3.context.len() as i64))?;
@@ -300,6 +303,8 @@ fn generation_dict<'py>(py: Python<'py>, trace: &Trace, turn: usize) -> PyResult
     fields.set_item("token_ids", tokens.ids.as_deref().map(ids))?;
     fields.set_item("prompt_token_ids", trace.prompt_ids(turn).as_deref().map(ids))?;
     fields.set_item("logprobs", tokens.logprobs.clone().map(|logprobs| logprobs.into_pyarray(py)))?;
+    let filled = generation.filled.as_ref().map(|filled| filled.logprobs.clone().into_pyarray(py));
+    fields.set_item("filled_logprobs", filled)?;
     fields.set_item("has_bytes", tokens.bytes.is_some())?;
     fields.set_item("has_texts", tokens.texts.is_some())?;
     fields.set_item("missing", tokens.missing)?;

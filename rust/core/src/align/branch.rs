@@ -100,10 +100,14 @@ impl<'a> Branch<'a> {
         self.ids.len()
     }
 
-    /// Appends the stop token of the last sampled text as one more token of its generation.
-    pub fn stop(&mut self, id: u32) {
+    /// Appends the stop token of the last sampled text as one more token of its generation. No logprob was filled for
+    /// it, so after filled tokens it is trained only if text is (`text_trains`).
+    pub fn stop(&mut self, id: u32, text_trains: bool) {
         let Some(last) = self.sampled_spans.last().filter(|last| last.end == self.ids.len()) else { return };
-        let attributes = SampledAttributes { logprobs: None, ..last.attributes };
+        let mut attributes = SampledAttributes { logprobs: None, ..last.attributes };
+        if attributes.level == types::FILLED {
+            (attributes.level, attributes.trained) = (types::TEXT_ONLY, text_trains);
+        }
         self.push_sampled(&[id], attributes);
         (self.stopped, self.unmarked) = (true, false);
     }

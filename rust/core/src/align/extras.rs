@@ -12,9 +12,13 @@ pub const NO_VALUE: i32 = -1;
 
 /// Records which rows of generation `turn` belong to which tokens of `branch`. Its sampled tokens start at `body`.
 ///
-/// A token keeps the first row it gets, which is the row of the call that sampled it.
-pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
-    for (extra, recorded) in generation.extras.iter().enumerate() {
+/// A token keeps the first row it gets, which is the row of the call that sampled it. If filled logprobs are used, the
+/// masks of `Filled` replace the recorded ones, which they include.
+pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation, is_filled: bool) {
+    let kept = kept_of(generation).filter(|_| is_filled);
+    let is_replaced = |recorded: &Extra| kept.is_some_and(|kept| kept.name == recorded.name);
+    let recorded = generation.extras.iter().enumerate().filter(|(_, recorded)| !is_replaced(recorded));
+    for (extra, recorded) in recorded.chain(kept.map(|kept| (generation.extras.len(), kept))) {
         // Rows over the complete prompt are counted in recorded ids. Prompt edits may have changed how many of these are
         // in the branch.
         let prompt = generation.prompt.ids().map_or(branch.body, <[u32]>::len);
@@ -34,6 +38,11 @@ pub fn note(branch: &mut Branch<'_>, turn: usize, generation: &Generation) {
     }
 }
 
+/// Returns the masks of the filled logprobs: the extra after the recorded ones.
+fn kept_of(generation: &Generation) -> Option<&Extra> {
+    generation.filled.as_ref()?.kept.as_ref()
+}
+
 /// One named column over all tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Column {
@@ -49,10 +58,17 @@ pub struct Column {
 }
 
 /// Returns one empty column for each name that occurs in a generation of `traces`. A column is ragged if rows of the
-/// same name differ in shape.
-pub fn columns(traces: &[Arc<Trace>]) -> Vec<Column> {
+/// same name differ in shape. `is_filled` tells whether filled logprobs of a trace and generation are used.
+pub fn columns(traces: &[Arc<Trace>], is_filled: impl Fn(usize, usize) -> bool) -> Vec<Column> {
     let mut columns: Vec<Column> = Vec::new();
-    for extra in traces.iter().flat_map(|trace| &trace.generations).flat_map(|generation| &generation.extras) {
+    let generations = traces
+        .iter()
+        .enumerate()
+        .flat_map(|(row, trace)| trace.generations.iter().enumerate().map(move |(turn, g)| (row, turn, g)));
+    let extras = generations.flat_map(|(row, turn, generation)| {
+        generation.extras.iter().chain(kept_of(generation).filter(|_| is_filled(row, turn)))
+    });
+    for extra in extras {
         match columns.iter_mut().find(|column| column.name == extra.name) {
             Some(column) if column.shape != extra.shape => column.shape.clear(),
             Some(_) => {}
@@ -72,7 +88,8 @@ impl Column {
         for rows in branch.extras.iter().filter(|rows| rows.name == name) {
             self.skip(rows.start - at);
             at = rows.start + rows.count;
-            let extra = &generations[rows.turn as usize].extras[rows.extra as usize];
+            let generation = &generations[rows.turn as usize];
+            let Some(extra) = generation.extras.get(rows.extra as usize).or_else(|| kept_of(generation)) else { break };
             for row in rows.row..rows.row + rows.count {
                 self.values.extend_from_slice(row_of(extra, row));
                 if self.shape.is_empty() {

@@ -8,11 +8,11 @@
 use super::branch::{Branch, SampledAttributes, Sampling};
 use super::resolve::{Resolution, Run, decode_all, decode_text, is_special};
 use super::trace::TraceAligner;
-use super::{prompt_diff, tool_calls, types};
+use super::{filled, prompt_diff, tool_calls, types};
 use crate::error::Result;
 use crate::findings::Reason;
 use crate::tokenizer::Tokenizer;
-use crate::trace::{Generation, Pieces, Prompt, Stop, Trace, VersionSpan, value_in};
+use crate::trace::{Filled, Generation, Pieces, Prompt, Stop, Trace, VersionSpan, value_in};
 use memchr::memmem;
 use serde_json::Value;
 use std::borrow::Cow;
@@ -21,7 +21,7 @@ impl<'a> TraceAligner<'a, '_> {
     pub fn add_sampled(&mut self, turn: usize, generation: &'a Generation, at: usize) -> Result<()> {
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| value_in(message, "content")).and_then(Value::as_str);
-        let mut resolution = self.resolve(generation, content);
+        let mut resolution = self.resolve(turn, generation, content);
         for finding in &mut resolution.findings {
             finding.turn = turn as i32;
         }
@@ -68,7 +68,8 @@ impl<'a> TraceAligner<'a, '_> {
     /// Compares the sum of the logprobs with the server's cumulative logprob. Recorders may round to six digits or to
     /// f16.
     fn check_sum(&mut self, turn: usize, generation: &Generation, resolution: &Resolution<'_>) {
-        let Some((recorded, logprobs)) = generation.cumulative_logprob.zip(resolution.logprobs) else { return };
+        let logprobs = resolution.logprobs.as_deref().filter(|_| !resolution.is_filled());
+        let Some((recorded, logprobs)) = generation.cumulative_logprob.zip(logprobs) else { return };
         let sum: f64 = logprobs.iter().map(|&logprob| f64::from(logprob)).sum();
         if (sum - recorded).abs() > 1e-3 + 1e-4 * recorded.abs() {
             let count = logprobs.len();
@@ -106,11 +107,11 @@ impl<'a> TraceAligner<'a, '_> {
         while index < end {
             if resolution.is_known(index) {
                 let run_end = alike_version(generation, index, resolution.alike(index, end));
-                let logprobs = resolution.logprobs.map(|logprobs| &logprobs[index..run_end]);
-                self.aligned.exact += logprobs.filter(|_| branch.may_train()).map_or(0, count_known);
-                let sampling = Sampling { version: version_at(generation, index), ..sampling };
+                let logprobs = resolution.logprobs_of(index..run_end);
                 let level = resolution.level(index);
-                let logprobs = logprobs.map(Cow::Borrowed);
+                let exact = logprobs.as_deref().filter(|_| branch.may_train() && level != types::FILLED);
+                self.aligned.exact += exact.map_or(0, count_known);
+                let sampling = Sampling { version: version_at(generation, index), ..sampling };
                 branch.push_sampled(
                     &resolution.ids[index..run_end],
                     SampledAttributes { sampling, level, trained: true, logprobs },
@@ -134,8 +135,7 @@ impl<'a> TraceAligner<'a, '_> {
             if !count_matches && !self.options.allow_unknown_ids {
                 break;
             }
-            let logprobs =
-                resolution.logprobs.filter(|_| count_matches).map(|all| Cow::Borrowed(&all[index..*run_end]));
+            let logprobs = resolution.logprobs_of(index..*run_end).filter(|_| count_matches);
             let level = if count_matches { types::ASSUMED_TEXT } else { types::TEXT };
             branch.push_sampled(&canonical, SampledAttributes { sampling, level, trained: count_matches, logprobs });
             index = *run_end;
@@ -151,7 +151,7 @@ impl<'a> TraceAligner<'a, '_> {
     }
 
     /// Appends a generation without usable ids. Its logprobs are used (T4, T5) if their count matches the canonical
-    /// tokenization; otherwise it is text only (T6).
+    /// tokenization; otherwise it is text only (T6), with filled logprobs (T7) if they belong to exactly its ids.
     fn add_text(
         &mut self,
         turn: usize,
@@ -199,7 +199,12 @@ impl<'a> TraceAligner<'a, '_> {
         }
         let options = self.options;
         let trained = if level == types::TEXT_ONLY { options.text_only } else { options.assume_canonical };
-        if !logprobs.is_empty() && (level == types::TEXT_ONLY || !trained) {
+        let filled = if level == types::TEXT_ONLY { self.filled_text(turn, generation, &ids, foreign) } else { None };
+        let sampling = if filled.is_some() { self.sampling(turn, generation) } else { sampling };
+        let is_filled =
+            |index: usize| index >= inserted_count && filled.is_some_and(|filled| !filled.logprobs[index].is_nan());
+        let all_filled = (inserted_count..ids.len()).all(is_filled);
+        if !logprobs.is_empty() && (level == types::TEXT_ONLY || !trained) && !all_filled {
             let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
             self.report(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
         }
@@ -207,7 +212,7 @@ impl<'a> TraceAligner<'a, '_> {
         let branch = &mut self.aligned.branches[at];
         branch.stopped = ids.last().copied() == closing && closing.is_some();
         branch.unmarked = level == types::TEXT_ONLY && closing.is_none() && !branch.truncated;
-        if branch.unmarked && last && trained {
+        if branch.unmarked && last && (trained || filled.is_some()) {
             let detail = "the template writes no stop token behind the last turn; none is trained".to_owned();
             self.report(Reason::EosMissingInRecord, turn, -1, 1, detail);
         }
@@ -216,13 +221,35 @@ impl<'a> TraceAligner<'a, '_> {
         while index < ids.len() {
             let run_end =
                 alike_version(generation, index, if index < inserted_count { inserted_count } else { ids.len() });
+            let run_end = (index + 1..run_end).find(|&at| is_filled(at) != is_filled(index)).unwrap_or(run_end);
             let sampling = Sampling { version: version_at(generation, index), ..sampling };
-            let logprobs = logprobs.map(|all| Cow::Borrowed(&all[index..run_end]));
-            let trained = trained && index >= inserted_count;
+            let measured = filled.filter(|_| is_filled(index)).map(|filled| filled.logprobs.as_slice());
+            let level = if measured.is_some() { types::FILLED } else { level };
+            let logprobs = logprobs.or(measured).map(|all| Cow::Borrowed(&all[index..run_end]));
+            let trained = measured.is_some() || trained && index >= inserted_count;
             branch.push_sampled(&ids[index..run_end], SampledAttributes { sampling, level, trained, logprobs });
             index = run_end;
         }
         Ok(())
+    }
+
+    /// Returns the filled logprobs of a text if they belong to exactly these ids. If not, reports why.
+    fn filled_text(
+        &mut self,
+        turn: usize,
+        generation: &'a Generation,
+        ids: &[u32],
+        foreign: bool,
+    ) -> Option<&'a Filled> {
+        let filled = generation.filled.as_deref()?;
+        let count = filled.logprobs.iter().filter(|logprob| !logprob.is_nan()).count();
+        let other_vocabulary = || "the record is of another vocabulary".to_owned();
+        match foreign.then(other_vocabulary).or_else(|| filled::other_ids(filled, ids, self.tokenizer)) {
+            Some(detail) if count > 0 => self.report(Reason::FilledIdsDiffer, turn, 0, count, detail),
+            None if count > 0 => self.aligned.filled[turn] = true,
+            _ => {}
+        }
+        self.aligned.filled[turn].then_some(filled)
     }
 
     /// Returns how many of the first ids of a text are an empty thought that the template inserts. They are not

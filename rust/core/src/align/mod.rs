@@ -7,6 +7,7 @@ mod branch;
 mod conversation;
 mod diff;
 mod extras;
+mod filled;
 mod generation;
 mod hidden_tokens;
 mod images;
@@ -72,7 +73,9 @@ pub fn align(
     });
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
-    aligned.extras = extras::columns(traces);
+    let is_filled =
+        |row: usize, turn: usize| results[row].as_ref().is_ok_and(|result| result.filled.get(turn) == Some(&true));
+    aligned.extras = extras::columns(traces, is_filled);
     let (mut groups, mut branches) = (HashMap::new(), Vec::with_capacity(traces.len()));
     for (row, ((trace, keyed), result)) in inputs.iter().zip(results).enumerate() {
         match result {

@@ -2,6 +2,7 @@
 
 use super::branch::{Branch, SampledAttributes};
 use super::extras::Column;
+use super::filled;
 use super::generation::Ending;
 use super::images::Images;
 use super::trace::AlignedTrace;
@@ -58,7 +59,7 @@ impl Aligned {
     pub(super) fn push<'a>(
         &mut self,
         trace: &Trace,
-        aligned_trace: AlignedTrace<'a>,
+        mut aligned_trace: AlignedTrace<'a>,
         options: Options,
         groups: &mut HashMap<String, i32>,
         branches: &mut Vec<Branch<'a>>,
@@ -73,15 +74,15 @@ impl Aligned {
             }
         }
         self.ending.push(Ending::of(trace, &aligned_trace.branches) as u8);
-        branches.extend(aligned_trace.branches);
+        branches.append(&mut aligned_trace.branches);
         self.recorded += aligned_trace.recorded;
         self.exact += aligned_trace.exact;
         self.mismatch_trace.extend(std::iter::repeat_n(row, aligned_trace.findings.len()));
-        self.mismatches.extend(aligned_trace.findings);
-        self.push_row(trace, options, groups);
+        self.mismatches.append(&mut aligned_trace.findings);
+        self.push_row(trace, &aligned_trace.filled, options, groups);
     }
 
-    fn push_row(&mut self, trace: &Trace, options: Options, groups: &mut HashMap<String, i32>) {
+    fn push_row(&mut self, trace: &Trace, filled: &[bool], options: Options, groups: &mut HashMap<String, i32>) {
         let next = self.group_names.len() as i32;
         let group = match &trace.group {
             Some(name) => *groups.entry(name.clone()).or_insert(next),
@@ -97,8 +98,10 @@ impl Aligned {
             let value = if name == "reward" { trace.reward } else { named.get(name.as_str()).copied() };
             self.rewards.push(value.unwrap_or(f32::NAN));
         }
-        for generation in &trace.generations {
-            if let Some(penalties) = &generation.penalties {
+        let is_filled = |turn: usize| filled.get(turn) == Some(&true);
+        for (turn, generation) in trace.generations.iter().enumerate() {
+            let filled = generation.filled.as_ref().filter(|_| is_filled(turn));
+            if let Some(penalties) = filled.map_or(&generation.penalties, |filled| &filled.penalties) {
                 self.penalties.push(self.turn_rewards.len(), penalties);
             }
             let message = trace.messages.get(generation.message as usize);
@@ -111,15 +114,23 @@ impl Aligned {
             *self.servers.entry(format!("{}{assumed}", server.unwrap_or_default().name())).or_default() += 1;
         }
         let first = trace.generations.first();
-        let kind = first.map(|generation| options.kind(generation)).or(options.logprob_kind).unwrap_or_default();
-        self.logprob_kind.push(kind as u8);
-        self.temperature.push(temperature_of(trace, options));
-        let measured = trace.generations.iter().filter(|generation| generation.tokens.logprobs.is_some());
+        let kind = first.map(|generation| filled::distribution(generation, is_filled(0), options).0);
+        self.logprob_kind.push(kind.or(options.logprob_kind).unwrap_or_default() as u8);
+        let distributions = trace.generations.iter().enumerate();
+        let temperatures = distributions.map(|(turn, g)| filled::distribution(g, is_filled(turn), options).1);
+        self.temperature.push(one_temperature(temperatures));
         let (mut changed, mut replayed) = (0, 0);
-        for generation in measured {
-            let of_masks = generation.replayed.unwrap_or(0);
-            changed |= options.changed_sampling_options(generation) & !of_masks;
-            replayed |= of_masks;
+        for (turn, generation) in trace.generations.iter().enumerate() {
+            let options = options.changed_sampling_options(generation);
+            if generation.tokens.logprobs.is_some() && (!is_filled(turn) || filled::has_recorded(generation)) {
+                let of_masks = generation.replayed.unwrap_or(0);
+                changed |= options & !of_masks;
+                replayed |= of_masks;
+            }
+            if let Some(filled) = generation.filled.as_ref().filter(|_| is_filled(turn)) {
+                changed |= options & !filled.replayed;
+                replayed |= filled.replayed;
+            }
         }
         self.sampling_flags.push(changed);
         self.replayed_flags.push(replayed);
@@ -154,10 +165,10 @@ impl PenaltyColumns {
 }
 
 /// Returns the temperature of the turns. If they differ, returns NaN if one is unknown, else one that is not 1.
-fn temperature_of(trace: &Trace, options: Options) -> f32 {
+fn one_temperature(temperatures: impl Iterator<Item = Option<f32>>) -> f32 {
     let mut temperature = None;
-    for generation in &trace.generations {
-        match options.temperature(generation) {
+    for of_turn in temperatures {
+        match of_turn {
             None => return f32::NAN,
             Some(value) if temperature.is_none_or(|previous| previous == 1.0) => temperature = Some(value),
             Some(_) => {}

@@ -129,7 +129,7 @@ impl TraceAligner<'_, '_> {
         for branch in self.aligned.branches.iter_mut().filter(|branch| branch.unmarked) {
             let next = ids.strip_prefix(branch.ids.as_slice()).and_then(|rest| rest.first().copied());
             if let Some(stop) = next.filter(|id| self.tokenizer.eos_ids().contains(id)) {
-                branch.stop(stop);
+                branch.stop(stop, self.options.text_only);
                 self.aligned.recorded += 1;
             }
         }

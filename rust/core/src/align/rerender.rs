@@ -105,7 +105,7 @@ impl<'a> TraceAligner<'a, '_> {
         let generation = &self.trace.generations[turn];
         let message = self.trace.messages.get(generation.message as usize).map(|message| &message.value);
         let content = message.and_then(|message| message.get("content")).and_then(Value::as_str);
-        let mut resolution = self.resolve(generation, content);
+        let mut resolution = self.resolve(turn, generation, content);
         if own {
             self.aligned.recorded += generation.tokens.len() as u64;
             resolution.findings.iter_mut().for_each(|finding| finding.turn = turn as i32);
@@ -140,7 +140,8 @@ impl<'a> TraceAligner<'a, '_> {
             self.hold(turn, token_values.len(), media);
         }
         for (at, token_values) in token_values {
-            self.aligned.exact += u64::from(trained && !token_values.logprob.is_nan());
+            let is_exact = trained && !token_values.logprob.is_nan() && token_values.level != types::FILLED;
+            self.aligned.exact += u64::from(is_exact);
             cells[at] = Some(Cell { token_values, own, trained, sampling });
         }
         Ok(())
@@ -253,7 +254,9 @@ impl<'a> TraceAligner<'a, '_> {
             return same.then_some((token_values, true));
         }
         let sum = || run.iter().map(|(_, _, token)| resolution.logprob(*token)).sum();
-        (self.options.merge == Merge::Sum).then(|| (TokenValues { logprob: sum(), level: types::ASSUMED_TEXT }, false))
+        let is_filled = run.iter().any(|(_, _, token)| resolution.level(*token) == types::FILLED);
+        let level = if is_filled { types::FILLED } else { types::ASSUMED_TEXT };
+        (self.options.merge == Merge::Sum).then(|| (TokenValues { logprob: sum(), level }, false))
     }
 }
 

@@ -17,6 +17,7 @@ use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::cell::OnceCell;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The text that vLLM writes before an id in place of a token's text.
@@ -186,7 +187,7 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolution: &mut Resolution<'
         resolution.report(Reason::CountMismatch, 0, count, detail);
         return;
     }
-    resolution.logprobs = Some(&logprobs[..count]);
+    resolution.logprobs = Some(Cow::Borrowed(&logprobs[..count]));
     if tokens.missing > 0 {
         let detail = format!("{} logprobs are null, NaN or -inf", tokens.missing);
         resolution.report(Reason::MissingLogprob, usize::MAX, tokens.missing as usize, detail);
@@ -208,7 +209,9 @@ pub struct Resolution<'a> {
     levels: Vec<u8>,
     level: u8,
     /// Logprobs, NaN if unknown; `None` if all are unknown.
-    pub logprobs: Option<&'a [f32]>,
+    pub logprobs: Option<Cow<'a, [f32]>>,
+    /// Whether each logprob was measured after the recording; empty if none was.
+    filled: Vec<bool>,
     /// Findings of the resolution.
     pub findings: Vec<Finding>,
     /// Number of ids that decode to the text, if they match it from start to end and this was checked.
@@ -279,17 +282,53 @@ impl<'a> Resolution<'a> {
     }
 
     pub fn level(&self, index: usize) -> u8 {
+        if self.filled.get(index) == Some(&true) {
+            return types::FILLED;
+        }
         self.levels.get(index).copied().unwrap_or(self.level)
     }
 
     /// Returns the logprob of token `index`, or NaN if it is unknown.
     pub fn logprob(&self, index: usize) -> f32 {
-        self.logprobs.map_or(f32::NAN, |logprobs| logprobs[index])
+        self.logprobs.as_ref().map_or(f32::NAN, |logprobs| logprobs[index])
+    }
+
+    /// Returns the logprobs of some tokens, or `None` if all of the generation are unknown.
+    pub fn logprobs_of(&self, tokens: Range<usize>) -> Option<Cow<'a, [f32]>> {
+        self.logprobs.as_ref().map(|logprobs| match logprobs {
+            Cow::Borrowed(all) => Cow::Borrowed(&all[tokens]),
+            Cow::Owned(all) => Cow::Owned(all[tokens].to_vec()),
+        })
+    }
+
+    /// Returns whether a logprob was measured after the recording.
+    pub fn is_filled(&self) -> bool {
+        !self.filled.is_empty()
+    }
+
+    /// Sets the logprobs of tokens without one, and counts only the others as missing. All ids must be known.
+    pub fn fill(&mut self, measured: &[f32]) {
+        let mut logprobs = self.logprobs.take().map_or_else(|| vec![f32::NAN; measured.len()], Cow::into_owned);
+        self.filled = logprobs.iter().zip(measured).map(|(own, filled)| own.is_nan() && !filled.is_nan()).collect();
+        for ((own, &filled), _) in logprobs.iter_mut().zip(measured).zip(&self.filled).filter(|(_, takes)| **takes) {
+            *own = filled;
+        }
+        let missing = logprobs.iter().filter(|logprob| logprob.is_nan()).count();
+        let count = self.filled.iter().filter(|filled| **filled).count();
+        for finding in &mut self.findings {
+            if matches!(finding.reason, Reason::MissingLogprob | Reason::CountMismatch) {
+                finding.count = finding.count.min(missing as i32);
+                finding.detail.push_str(&format!("; {count} were filled"));
+            }
+        }
+        let concerns = |finding: &Finding| matches!(finding.reason, Reason::MissingLogprob | Reason::CountMismatch);
+        self.findings.retain(|finding| finding.count > 0 || !concerns(finding));
+        self.logprobs = Some(Cow::Owned(logprobs));
     }
 
     /// Returns the end of the run of known tokens from `start` (at most `end`) that have the level of the first.
     pub fn alike(&self, start: usize, end: usize) -> usize {
-        let level = self.level(start);
+        let level = self.levels.get(start).copied().unwrap_or(self.level);
         let known_count = self
             .known
             .get(start..end)
@@ -297,7 +336,10 @@ impl<'a> Resolution<'a> {
         let levels = self.levels.get(start..end);
         let same_level_count =
             levels.map_or(end - start, |levels| levels.iter().take_while(|other| **other == level).count());
-        start + known_count.min(same_level_count)
+        let filled = self.filled.get(start..end);
+        let same_source_count =
+            filled.map_or(end - start, |flags| flags.iter().take_while(|flag| **flag == flags[0]).count());
+        start + known_count.min(same_level_count).min(same_source_count)
     }
 
     /// Returns the reason why the id of token `index` is unknown.

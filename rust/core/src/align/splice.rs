@@ -205,7 +205,7 @@ impl TraceAligner<'_, '_> {
         self.aligned.findings.extend(findings.into_iter().map(|finding| Finding { turn, ..finding }));
         if let Some(stop) = spliced.stop {
             self.aligned.recorded += 1;
-            self.aligned.branches[at].stop(stop);
+            self.aligned.branches[at].stop(stop, self.options.text_only);
         }
         Ok(spliced.from)
     }

@@ -20,7 +20,7 @@ use super::types::{Mode, Options};
 use crate::findings::Reason;
 use crate::sampling::{OPTIONS, TOP_P, number};
 use crate::server::Server;
-use crate::trace::{Extra, ExtraStart, Generation, LogprobKind, Note, Penalties, Prompt, TopLogprobs, Trace};
+use crate::trace::{Extra, ExtraStart, Filled, Generation, LogprobKind, Note, Penalties, Prompt, TopLogprobs, Trace};
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -59,7 +59,9 @@ pub fn with_support(trace: &Arc<Trace>, options: Options) -> Arc<Trace> {
         generation.tokens.top.is_some() || generation.extras.iter().any(|extra| extra.name == MASK)
     };
     let is_penalized = |generation: &Generation| generation.options.active_bits() & bits_of(&PENALIZING) != 0;
-    if !trace.generations.iter().any(|generation| is_listed(generation) || is_penalized(generation)) {
+    let is_concerned =
+        |generation: &Generation| is_listed(generation) || is_penalized(generation) || generation.filled.is_some();
+    if !trace.generations.iter().any(is_concerned) {
         return trace.clone();
     }
     let mut result = Trace::clone(trace);
@@ -68,7 +70,9 @@ pub fn with_support(trace: &Arc<Trace>, options: Options) -> Arc<Trace> {
         let found = if is_splice && is_listed(generation) { find(generation, options) } else { None };
         generation.extras.retain(|extra| extra.name != MASK);
         generation.tokens.top = None;
-        let penalties = if is_splice && trace.images.is_empty() { penalties_of(generation, options) } else { None };
+        let replays_penalties = is_splice && trace.images.is_empty();
+        let kind = options.kind(generation);
+        let penalties = if replays_penalties { penalties_of(generation, options, kind) } else { None };
         if let Some(found) = found {
             found.apply(generation);
         }
@@ -77,17 +81,30 @@ pub fn with_support(trace: &Arc<Trace>, options: Options) -> Arc<Trace> {
             generation.replayed = Some(generation.replayed.unwrap_or(0) | bits);
             generation.penalties = Some(Box::new(penalties));
         }
+        if let Some(mut filled) = generation.filled.take() {
+            let active = options.changed_sampling_options(generation);
+            filled.kept =
+                filled.kept.take().filter(|_| is_splice).and_then(|kept| kept_of(&mut filled, &kept, generation));
+            if filled.kept.is_some() {
+                filled.replayed = active & bits_of(&EXCLUDING);
+            }
+            if let Some(penalties) = penalties_of(generation, options, filled.kind).filter(|_| replays_penalties) {
+                filled.replayed |= active & bits_of(&PENALIZING);
+                filled.penalties = Some(Box::new(penalties));
+            }
+            generation.filled = Some(filled);
+        }
     }
     Arc::new(result)
 }
 
 /// Returns the penalties of a generation whose logprobs include them; `None` if there are none, or if they or the ids
 /// before the tokens are not known.
-fn penalties_of(generation: &Generation, options: Options) -> Option<Penalties> {
+fn penalties_of(generation: &Generation, options: Options, kind: LogprobKind) -> Option<Penalties> {
     let active = options.changed_sampling_options(generation) & bits_of(&PENALIZING);
     let has_prompt = matches!(generation.prompt, Prompt::Ids(_) | Prompt::Follows { .. });
     let is_vllm = generation.server.is_none_or(|server| server == Server::Vllm);
-    if active == 0 || !has_prompt || !is_vllm || options.kind(generation) != LogprobKind::Processed {
+    if active == 0 || !has_prompt || !is_vllm || kind != LogprobKind::Processed {
         return None;
     }
     let value = |name: &str| {
@@ -117,6 +134,40 @@ fn penalties_of(generation: &Generation, options: Options) -> Option<Penalties> 
         bias,
     };
     Some(penalties).filter(|penalties| penalties.repetition > 0.0)
+}
+
+/// Returns the masks of a generation whose missing logprobs are filled: those of the filled tokens, and the recorded ones
+/// of the others. `None` if the filled logprobs are not over these ids.
+///
+/// A filled logprob of an id that its mask does not contain is dropped.
+fn kept_of(filled: &mut Filled, kept: &Extra, generation: &Generation) -> Option<Extra> {
+    let row = |extra: &Extra, at: usize| -> Vec<i32> {
+        let start = if at == 0 { 0 } else { extra.ends.get(at - 1).copied().unwrap_or(u32::MAX) as usize };
+        let row = extra.ends.get(at).and_then(|&end| extra.values.get(start..end as usize));
+        row.unwrap_or_default().to_vec()
+    };
+    let recorded = generation.tokens.logprobs.as_deref().filter(|all| all.len() == filled.ids.len());
+    let takes = |at: usize| recorded.is_none_or(|all| all[at].is_nan());
+    let is_only = |at: usize| takes(at) && row(kept, at).len() == 1;
+    let is_over_more = filled.logprobs.iter().enumerate().any(|(at, logprob)| is_only(at) && *logprob < SURE);
+    if is_over_more || filled.kind != LogprobKind::Processed {
+        return None;
+    }
+    let mask = generation.extras.iter().find(|extra| extra.name == MASK);
+    let mut merged = Extra { ends: Vec::new(), values: Vec::new(), ..kept.clone() };
+    for (at, logprob) in filled.logprobs.iter_mut().enumerate() {
+        let own = row(kept, at);
+        if takes(at) && !own.is_empty() && !own.contains(&(filled.ids[at] as i32)) {
+            *logprob = f32::NAN;
+        }
+        if takes(at) && !logprob.is_nan() {
+            merged.values.extend(own);
+        } else {
+            merged.values.extend(mask.map(|mask| row(mask, at)).unwrap_or_default());
+        }
+        merged.ends.push(merged.values.len() as u32);
+    }
+    Some(merged)
 }
 
 /// The support of the tokens of a generation.

@@ -5,12 +5,12 @@
 //! continues are not duplicates, and all of them are kept.
 
 use super::branch::{Branch, Sampling, common_prefix};
-use super::extras;
 use super::images::Keyed;
 use super::prompt::{Scaffold, Text};
 use super::prompt_cache::Prompts;
 use super::resolve::{self, Lookup, Recorder, Resolution};
 use super::types::{Mode, Options};
+use super::{extras, filled};
 use crate::error::Result;
 use crate::findings::{Finding, Reason};
 use crate::template::{Rendered, Session};
@@ -32,6 +32,8 @@ pub struct AlignedTrace<'a> {
     pub recorded: u64,
     /// Number of these tokens that have level T0 to T3 and are in a branch with a logprob.
     pub exact: u64,
+    /// For each generation, whether logprobs were used that were measured after the recording.
+    pub filled: Vec<bool>,
 }
 
 /// The place for text that was not sampled.
@@ -77,7 +79,7 @@ pub fn align_trace<'a>(
         recorder: Recorder::new(trace, tokenizer),
         media: OnceCell::new(),
         memory,
-        aligned: AlignedTrace::default(),
+        aligned: AlignedTrace { filled: vec![false; trace.generations.len()], ..AlignedTrace::default() },
     };
     let abandoned = abandoned(trace);
     if options.mode == Mode::Align {
@@ -207,7 +209,7 @@ impl<'a> TraceAligner<'a, '_> {
             self.hold(turn, count, media);
         }
         let branch = &mut self.aligned.branches[at];
-        extras::note(branch, turn, generation);
+        extras::note(branch, turn, generation, self.aligned.filled[turn]);
         if !branch.ended {
             self.ends[turn] = Some((at, branch.len()));
         }
@@ -242,13 +244,16 @@ impl<'a> TraceAligner<'a, '_> {
         self.aligned.branches.len() - 1
     }
 
-    /// Resolves the sampled tokens of a generation.
-    pub fn resolve(&mut self, generation: &'a Generation, content: Option<&str>) -> Resolution<'a> {
-        resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup)
+    /// Resolves the sampled tokens of a generation, with the logprobs that were filled.
+    pub fn resolve(&mut self, turn: usize, generation: &'a Generation, content: Option<&str>) -> Resolution<'a> {
+        let mut resolution = resolve::resolve(generation, content, &self.recorder, &mut self.memory.lookup);
+        filled::fill(&mut resolution, generation, self.options, self.tokenizer);
+        self.aligned.filled[turn] = resolution.is_filled();
+        resolution
     }
 
     pub fn sampling(&self, turn: usize, generation: &Generation) -> Sampling {
-        let inv_temperature = match (self.options.kind(generation), self.options.temperature(generation)) {
+        let inv_temperature = match filled::distribution(generation, self.aligned.filled[turn], self.options) {
             (LogprobKind::Processed, Some(temperature)) if temperature > 0.0 => 1.0 / temperature,
             _ => 1.0,
         };

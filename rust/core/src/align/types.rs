@@ -100,5 +100,7 @@ pub const ASSUMED_TEXT: u8 = 4;
 pub const ASSUMED_LENGTH: u8 = 5;
 /// Text only.
 pub const TEXT_ONLY: u8 = 6;
+/// The logprob was not recorded but measured afterwards.
+pub const FILLED: u8 = 7;
 /// Not sampled.
 pub const NONE: u8 = 255;

@@ -13,6 +13,7 @@ mod call;
 mod chat;
 mod detect;
 mod fields;
+mod filled;
 mod form;
 mod json;
 mod native;
@@ -86,7 +87,8 @@ pub fn decode(record: &[u8], raw: Raw, place: &Location, format_name: Option<&st
     }
     .map_err(|rejection| rejection.at(&place))?;
     let unused_choices = body.unused_choices;
-    let trace = Trace { missing_media: media_left_out, ..assemble(header, body, raw, place) };
+    let mut trace = Trace { missing_media: media_left_out, ..assemble(header, body, raw, place) };
+    filled::read(record, &mut trace.generations).map_err(|rejection| rejection.at(&trace.location))?;
     check_finite(&trace).map_err(|rejection| rejection.at(&trace.location))?;
     Ok(Record { trace, form, unused_choices })
 }

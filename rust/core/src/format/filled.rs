@@ -1,0 +1,96 @@
+//! The key `filled` of a record in any form: logprobs that were measured after the recording, with the sampler's
+//! checkpoint. Recorded logprobs are elsewhere in the record, and are never changed by it.
+
+use super::fields::not_finite;
+use super::json::diagnose;
+use super::json::outline::Outline;
+use super::rejection::{Decoded, Reason, Rejection, reject};
+use super::token_list::{Id, Reading};
+use crate::trace::{Extra, ExtraStart, Filled, Generation, LogprobKind};
+
+/// Sets `Generation::filled` of the generations, in the order of the calls.
+pub(super) fn read(record: &[u8], generations: &mut [Generation]) -> Decoded<()> {
+    if memchr::memmem::find(record, b"\"filled\"").is_none() {
+        return Ok(());
+    }
+    let text = diagnose::text(record)?;
+    let outline = Outline::parse(&text)?;
+    let Some(filled) = outline.object("filled")? else { return Ok(()) };
+    let calls = filled.list("calls").map_err(|rejection| rejection.inside("filled"))?.unwrap_or_default();
+    if calls.len() > generations.len() {
+        let what = format!("`filled.calls` has {} items for {} generations", calls.len(), generations.len());
+        return Err(contradiction("TG-FORMAT-085", what));
+    }
+    for (turn, (raw, generation)) in calls.into_iter().zip(generations).enumerate() {
+        if raw.get() != "null" {
+            let name = format!("filled.calls[{turn}]");
+            let call = Outline::of(raw, &name).map_err(|rejection| rejection.in_turn(turn))?;
+            let place = |rejection: Rejection| rejection.inside(&name).in_turn(turn);
+            generation.filled = Some(Box::new(read_call(&call).map_err(place)?));
+        }
+    }
+    Ok(())
+}
+
+fn read_call(call: &Outline<'_>) -> Decoded<Filled> {
+    let ids = call.ids("ids")?.unwrap_or_default();
+    let readings: Vec<Reading> = call.typed("logprobs")?.unwrap_or_default();
+    if ids.len() != readings.len() {
+        let what = format!("{} `ids` and {} `logprobs`", ids.len(), readings.len());
+        return Err(contradiction("TG-FORMAT-086", what));
+    }
+    let logprobs = readings.iter().enumerate().map(|(at, reading)| match *reading {
+        Reading::Value(value) => Ok(value),
+        Reading::Missing => Ok(f32::NAN),
+        Reading::Invalid => Err(wrong("TG-FORMAT-087", format!("`logprobs[{at}]` is positive or -9999"))
+            .fix("Write null if the logprob of a token was not measured")),
+    });
+    let logprobs = logprobs.collect::<Decoded<Vec<f32>>>()?;
+    let kind = match call.text("kind")?.as_deref() {
+        Some("raw") => LogprobKind::Raw,
+        Some("processed") => LogprobKind::Processed,
+        other => {
+            let what = other.map_or_else(|| "`kind` is missing".to_owned(), |kind| format!("`kind` is \"{kind}\""));
+            return Err(wrong("TG-FORMAT-088", what).fix("Write raw or processed"));
+        }
+    };
+    let kept = kept(call, ids.len())?;
+    Ok(Filled { ids, logprobs, kind, temperature: temperature(call)?, kept, replayed: 0, penalties: None })
+}
+
+fn temperature(call: &Outline<'_>) -> Decoded<Option<f32>> {
+    match call.number("temperature")?.map(|value| value as f32) {
+        Some(value) if value.is_infinite() => Err(not_finite("temperature", value.into())),
+        Some(value) if value <= 0.0 => Err(wrong("TG-FORMAT-089", format!("`temperature` is {value}, not above 0"))
+            .fix("Leave it out if the logprobs are those of the generation's own temperature")),
+        value => Ok(value),
+    }
+}
+
+/// Reads the ids from which the sampler would have drawn each token; null stands for the complete vocabulary.
+fn kept(call: &Outline<'_>, count: usize) -> Decoded<Option<Extra>> {
+    let Some(rows) = call.typed::<Vec<Option<Vec<Id>>>>("kept")? else { return Ok(None) };
+    if rows.len() != count {
+        return Err(contradiction("TG-FORMAT-086", format!("{count} `ids` and {} `kept`", rows.len())));
+    }
+    if let Some(at) = rows.iter().position(|row| row.as_ref().is_some_and(Vec::is_empty)) {
+        let what = format!("`kept[{at}]` is empty, so that no token could have been sampled");
+        return Err(contradiction("TG-FORMAT-090", what).fix("Write null for the complete vocabulary"));
+    }
+    let (mut ends, mut values) = (Vec::with_capacity(count), Vec::new());
+    for row in rows {
+        values.extend(row.into_iter().flatten().map(|Id(id)| i32::try_from(id).unwrap_or(i32::MAX)));
+        ends.push(values.len() as u32);
+    }
+    Ok(Some(Extra { name: "sampling_mask", first: ExtraStart::Sampled, shape: Vec::new(), ends, values }))
+}
+
+fn contradiction(code: &'static str, what: String) -> Rejection {
+    reject(Reason::Contradiction, code, what)
+        .why("It is ambiguous which token each filled logprob belongs to")
+        .fix("Fill the record again, or remove its key `filled`")
+}
+
+fn wrong(code: &'static str, what: String) -> Rejection {
+    reject(Reason::WrongType, code, what).why("A filled logprob would be compared with another distribution")
+}
