@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tracegrad import (
         config,
         doctor,
+        missing_logprobs,
         model,
         online,
         recipes,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         trainer,
         weight_sync,
     )
+    from tracegrad.missing_logprobs import fill
     from tracegrad.trainer.api import train
 
 _ON_USE = (
@@ -61,6 +63,7 @@ _ON_USE = (
     "doctor",
     "trainer",
     "online",
+    "missing_logprobs",
     "model",
     "recipes",
     "report",
@@ -88,6 +91,8 @@ __all__ = [
     "config",
     "correct",
     "doctor",
+    "fill",
+    "missing_logprobs",
     "model",
     "objective",
     "online",
@@ -114,6 +119,8 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name == "train":
         return import_module("tracegrad.trainer.api").train
+    if name == "fill":
+        return import_module("tracegrad.missing_logprobs").fill
     if name in _ON_USE:
         return import_module(f"tracegrad.{name}")
     raise AttributeError(f"module 'tracegrad' has no attribute {name!r}")

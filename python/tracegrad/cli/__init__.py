@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import args, doctor, extras, init, merge, online, prepare, record, score, train, unexpected, view
+from tracegrad.cli import args, doctor, extras, fill, init, merge, online, prepare, record, score, train, unexpected, view
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
 from tracegrad.errors import CODE, ExitCode, TracegradError
 from tracegrad.storage import cache
@@ -144,7 +144,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (init, score, train, merge, prepare, doctor, view, online, record):
+    for module in (init, score, fill, train, merge, prepare, doctor, view, online, record):
         module.add_to(commands)
     return parser
 

@@ -39,6 +39,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 install `train`."""
 VERB_EXTRAS = {
     "train": ("train",),
+    "fill": ("train",),
     "merge": ("train", "lora"),
     "online": ("train", "online"),
     "replay": ("train", "online"),
