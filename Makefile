@@ -35,7 +35,7 @@ parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 # uv installs packages without bytecode: Python has to keep it, or each process compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-online bench-support wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
+.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-fill bench-online bench-support wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -83,6 +83,11 @@ bench-online: $(VENV)/bench $(VENV)/online .venv-vllm/ready  ## the online loop:
 	$(BIN)/python benches/online/beside.py --vllm-python .venv-vllm/bin/python --out benches/results/online.json
 	$(BIN)/python benches/online/peer.py --vllm-python .venv-vllm/bin/python --seeds 3 --out benches/results/online.json
 	$(BIN)/python benches/online/mismatch.py --bits 4 --seeds 3 --out benches/results/online.json
+
+bench-fill: $(VENV)/bench  ## fill: how often it refuses a file, training on filled logprobs, speed beside transformers (two hours)
+	$(BIN)/python benches/checkpoint_test.py --out benches/results/checkpoint_test.json --page docs/explanation/benchmarks.md
+	OMP_WAIT_POLICY=passive $(BIN)/python benches/fill_clerk.py --out benches/results/fill_clerk.json --page docs/explanation/benchmarks.md
+	$(BIN)/python benches/fill_speed.py --out benches/results/fill_speed.json --page docs/explanation/benchmarks.md
 
 bench-support: $(VENV)/bench  ## the sampler's support of top_p, top_k and min_p: its bytes, its cost at the head, its effect on training
 	$(BIN)/python benches/support_size.py --out benches/results/support.json --page docs/explanation/benchmarks.md

@@ -3,9 +3,10 @@
     python benches/checkpoint_test.py --out benches/results/checkpoint_test.json --page docs/explanation/benchmarks.md
 
 The checkpoint is the bundled model. A writer is that model, the model after 1 and 4 more updates of a run on the
-bundled traces, another model, the model at another temperature, with another chat template, or with greedy decoding. Each file
-is tested as `fill` tests it, once without other checkpoints, and once beside the checkpoints of the run after 2, 4, 6
-and 8 updates (`--compare-with`). Writers in the file are not run again; a writer takes about eight minutes on one core.
+bundled traces, another model, the model at another temperature, with another chat template, or with greedy decoding.
+Each file is tested as `fill` tests it, once without other checkpoints, and once beside the checkpoints of the run after
+2, 4, 6 and 8 updates (`--compare-with`). Writers in the file are not run again; a
+writer takes about ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 import rollout  # noqa: E402
 import task  # noqa: E402
+from page_table import put_table  # noqa: E402
 
 COMMAND = "python benches/checkpoint_test.py --out benches/results/checkpoint_test.json"
 FILES, TURNS = 300, 64
 BESIDE = (2, 4, 6, 8)
-MARKS = ("<!-- checkpoint test -->", "<!-- end of checkpoint test -->")
 Turn = tuple[list[int], list[int]]
 """Ids of the prompt as the checkpoint's template writes it, and sampled ids."""
 
@@ -203,10 +204,7 @@ def main() -> None:
             options.out.write_text(json.dumps({"command": COMMAND, "writers": rows}, indent=1) + "\n")
     print(table(rows))
     if options.page:
-        text = options.page.read_text()
-        before, rest = text.split(MARKS[0])
-        _, after = rest.split(MARKS[1])
-        options.page.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+        put_table(options.page, "checkpoint-test", table(rows).splitlines())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ NOT_RUN = {
 """How many blocks of a page do not run; each says why above it."""
 PARSED = {"merge", "online", "proxy", "record", "replay", "view"}
 """Verbs that are read by the parser alone: they need a server, a checkpoint of adapters, or do not end."""
-RUN = {"doctor", "init", "prepare", "score", "train"}
+RUN = {"doctor", "fill", "init", "prepare", "score", "train"}
 
 
 @pytest.fixture(scope="module")
@@ -219,9 +219,9 @@ def test_the_commands_that_need_no_server_run(verb, at_home, tmp_path, capsys):
     if verb == "train":  # a page trains from what the command before has prepared
         assert main(["prepare", "traces.jsonl", "--model", "model", "--out", "prepared"]) == 0
     for block, words in OURS:
-        if words[0] != verb or "--judge" in words or "--parallel.mode" in words:
+        if words[0] != verb or {"--judge", "--server"} & set(words) or "--parallel.mode" in words:
             continue
-        words = ["traces.jsonl" if word == "runs.jsonl" else word for word in words]
+        words = ["traces.jsonl" if word in ("runs.jsonl", "filled.jsonl") else word for word in words]
         for flag in ("--model", "--out"):
             if flag in words:
                 place = "model" if flag == "--model" else str(tmp_path / f"out{seen}")
@@ -250,7 +250,7 @@ def test_what_else_is_typed_is_there():
             assert program in ("tracegrad", "torchrun", "accelerate"), f"{block}: {program}"
 
 
-@pytest.mark.parametrize("name", ["study", "choosing", "recommended", "recovery", "faults"])
+@pytest.mark.parametrize("name", ["study", "choosing", "recommended", "recovery", "faults", "checkpoint-test", "fill-clerk", "fill-speed"])
 def test_a_script_finds_the_place_of_its_table_and_changes_nothing_else(name, tmp_path):
     page = tmp_path / "page.md"
     before = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text(encoding="utf-8")
