@@ -36,7 +36,7 @@ class ModelScorer:
 
     def __init__(
         self,
-        folder: Path,
+        folder: str | Path,
         *,
         device: str = "auto",
         dtype: str = "auto",
@@ -49,7 +49,7 @@ class ModelScorer:
         self.precision = torch.bfloat16 if is_bf16 else torch.float32
         self.writes = self.ranks.first
         self.engine, self.dtype = f"tracegrad {__version__}", "bfloat16" if is_bf16 else "float32"
-        self.model: Any = load_model(folder).to(self.device).eval()
+        self.model: Any = load_model(Path(folder)).to(self.device).eval()
         self._tokens_per_row = tokens_per_row
 
     @torch.no_grad()
