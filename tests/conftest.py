@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +18,9 @@ from hypothesis import settings
 settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("drawn", deadline=None)
 settings.load_profile("pinned")
+
+# torch.distributed.checkpoint logs hundreds of lines a checkpoint, which pytest would format and keep.
+logging.disable(logging.DEBUG)
 
 # Whoever started the tests may have Ctrl-C ignored, and so would what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
