@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from few_probes import few  # noqa: F401
 from policy_server import MODEL
 from shop_files import folder, played, server, written  # noqa: F401
 from tracegrad.cli import extras, main

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from few_probes import few  # noqa: F401
 from shop_files import folder, server, written  # noqa: F401
 from tracegrad.cli import args, main
 

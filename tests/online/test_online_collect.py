@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 
 import tracegrad as tg
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG, assert_same, run, split, weights
 from policy_server import MODEL, PolicyServer
 from stand_in import until

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from collect_run import questions
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG, run
 from policy_server import MODEL, PolicyServer
 from stand_in import StandIn

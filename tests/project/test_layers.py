@@ -158,12 +158,12 @@ def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
     } - {"Objective"}
     assert {"Clip", "Rejection", "RejectionBudget", "Truncate", "Penalty", "Surrogate"} <= classes
     asking = [path for path in SOURCES if room(path) in {"objective", "trainer", "model", "metrics"}]
-    for path, node in ((path, node) for path in asking for node in ast.walk(parsed(path))):
+    for file, node in ((each, node) for each in asking for node in ast.walk(parsed(each))):
         asked = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type")
         if isinstance(node, (ast.Compare, ast.match_case)):
             asked |= any(getattr(getattr(each, "func", None), "id", "") == "type" for each in ast.walk(node))
         named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} if asked else set()
-        assert not named & classes, f"{path.name}: {ast.unparse(node)}"
+        assert not named & classes, f"{file.name}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize("name", ["", ".objective", ".online", ".trainer"])

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG as PLAYED
 from policy_server import MODEL, PolicyServer
 from tiny import tiny_model

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from collect_run import questions
+from few_probes import few  # noqa: F401
 from manual_steps import steps_of
 from online_runs import CONFIG, weights
 from online_runs import run as play
