@@ -40,10 +40,10 @@ RUN = {"doctor", "init", "prepare", "score", "train"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the pages call traces.jsonl, model, logs/ and so on: 24 groups of the example, and the example itself."""
+    """What the pages call traces.jsonl, model, logs/ and so on: 12 groups of the example, and the example itself."""
     there = tmp_path_factory.mktemp("pages")
     recorded = tg.read(EXAMPLE / "traces.jsonl.zst")
-    tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0264"), there / "traces.jsonl")
+    tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0252"), there / "traces.jsonl")
     (there / "logs").mkdir()
     rows = [json.loads(line) for line in (there / "traces.jsonl").read_text().splitlines()]
     scored = [{**row, "metadata": {**(row.get("metadata") or {}), "score": row["reward"]}} for row in rows]
@@ -145,7 +145,7 @@ PYTHON = [block for block in blocks("python") if not block.reason]
 def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home, known, monkeypatch):
     if page == "how-to/view.md":  # the run that its last lines look into
         shutil.rmtree("out", ignore_errors=True)  # of other pages
-        told = {"data.holdout": 0.0, "train.groups_per_step": 24, "token_log.mode": "all"}
+        told = {"data.holdout": 0.0, "train.groups_per_step": 12, "token_log.mode": "all"}
         tg.train("model", "traces.jsonl", out="out", options=told, log=lambda _: None)
     module = type(json)("page")
     monkeypatch.setitem(__import__("sys").modules, "page", module)
