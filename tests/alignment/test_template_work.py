@@ -1,7 +1,5 @@
 """Loops over operations on long operands: all that a template can call ends within a second and 256 MiB."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

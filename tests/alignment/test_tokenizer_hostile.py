@@ -1,7 +1,5 @@
 """Tokenizers are programs of strangers: refused with the reason, in bounded memory and time, never a panic."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """The command line: what it prints, what it writes, what it refuses, and how it stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`--json`: one object on standard output, what is told meanwhile on standard error; and the table of exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

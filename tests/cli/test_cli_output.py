@@ -1,7 +1,5 @@
 """Standard output under `--json` holds one object, whatever the code that a command loads prints, and however."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

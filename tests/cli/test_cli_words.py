@@ -1,7 +1,5 @@
 """What the command line says to a newcomer: flags by their meaning, one cure that works, what a run was made of."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

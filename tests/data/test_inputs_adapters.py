@@ -1,7 +1,5 @@
 """Records of every producer with values that are not what they should be; and several answers of one record."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

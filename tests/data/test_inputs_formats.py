@@ -1,7 +1,5 @@
 """What producers' own code wrote (tests/golden/make_inputs.py): each is read with its messages, logprobs and scores."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

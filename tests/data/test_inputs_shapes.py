@@ -1,7 +1,5 @@
 """Shapes of records under other names, as strangers' files have them: what is read, and what is never guessed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

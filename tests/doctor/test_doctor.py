@@ -1,7 +1,5 @@
 """Each finding of the doctor, from real recordings spoiled in one way; what is not spoiled has none."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`tracegrad doctor`: exit codes, what is printed, JSON, and files that are no traces at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Findings of the doctor about histories, gaps and bad records, from real recordings spoiled in one way each."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

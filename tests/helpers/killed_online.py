@@ -4,8 +4,6 @@
 plan says at moments drawn by its seed, lets the run end, and replays it. OUT/killed.json says what was killed when.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

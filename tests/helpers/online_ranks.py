@@ -3,8 +3,6 @@
 `python online_ranks.py OUT URL...` takes a URL for each of the cases below and writes `rank-N.json` into OUT.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

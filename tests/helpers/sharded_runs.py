@@ -1,7 +1,5 @@
 """Write prepared folders and check runs that train from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

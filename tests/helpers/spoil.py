@@ -1,7 +1,5 @@
 """Recordings of the bundled example, spoiled in one way each, for the tests of the doctor."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Metrics have a definition each, sums have denominators, and rows reach their sinks."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

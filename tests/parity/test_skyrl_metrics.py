@@ -1,7 +1,5 @@
 """SkyRL's metrics beside ours: off-policy correction, policy losses, logprob differences of worker and trainer."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from types import SimpleNamespace

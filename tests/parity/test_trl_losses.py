@@ -1,7 +1,5 @@
 """TRL 1.16's `_compute_loss` beside ours: every loss, level, vLLM mode, mask, penalty and bonus, alone and together."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Prepared folders: cut by content, whole or refused, gone on with to the same bytes, written by one at a time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Nightly: a local cluster takes some 20 s to start. Ray is no part of the test extra, as it takes 200 MB on the disk.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every block of code in README and docs/ runs, or says why it does not."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Configs of other trainers: read without them, spelled option by option, refused by name, and trained with."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

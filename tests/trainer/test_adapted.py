@@ -1,7 +1,5 @@
 """Folders of LoRA adapters: a run that starts from one, whole weights merged from one, and what is no such folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ A row is a way to come by something (a run, steps, a file that was read) and wha
 an option has no row. `make nightly` has each option ignored, one by one, and sees its row fail.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Training runs: one update against plain torch, exact resume, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from dataclasses import replace

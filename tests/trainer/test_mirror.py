@@ -1,7 +1,5 @@
 """A run at an address: what lies there after it, and what another machine with an empty folder goes on from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

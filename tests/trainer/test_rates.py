@@ -1,7 +1,5 @@
 """Learning rates by step: beside transformers' own schedules, resumed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A run that is driven step by step: the loop over a file is one of its callers, and yours may be another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
