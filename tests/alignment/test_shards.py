@@ -80,10 +80,7 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
         ({"a": entry(shape=(1,) * 9)}, r"TG-STORE-033.*shape"),
         ({"a": entry(shape=(3,))}, r"TG-STORE-033.*8.*12"),
         ({"a": entry(offsets=(0, 4096), shape=(8, 8, 8, 2))}, r"TG-STORE-033.*4096.*8"),
-        (
-            {"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(1,), offsets=(0, 4))},
-            r"TG-STORE-033.*0.*4",
-        ),
+        ({"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*0.*4"),
         ({"a": entry(shape=(1,), offsets=(4, 8))}, r"TG-STORE-033.*4.*0"),
         ({"a": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*4.*8"),
         ({"a": entry(), "__metadata__": {"x": 1}}, r"TG-STORE-033.*metadata"),
@@ -186,11 +183,7 @@ def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     assert both.cu_seqlens.tolist() == [0, 3, 6, 7, 9, 12, 15, 16, 18]
     assert both.cu_turns.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert both.alignment_report.trace.tolist() == [1, 4]
-    assert (both.alignment_report.recorded, both.alignment_report.exact, len(both.alignment_report.errors)) == (
-        8,
-        6,
-        2,
-    )
+    assert (both.alignment_report.recorded, both.alignment_report.exact, len(both.alignment_report.errors)) == (8, 6, 2)
     assert both.extras["experts"].shape == (18, 2, 2)
 
 

@@ -172,11 +172,7 @@ PROVENANCE = [
         TOOLS,
     ),
     # more marks than there is memory for
-    (
-        "{% for i in range(5) %}{{ messages[0].content * 300000 }}{% endfor %}",
-        [{"role": "user", "content": "x"}],
-        None,
-    ),
+    ("{% for i in range(5) %}{{ messages[0].content * 300000 }}{% endfor %}", [{"role": "user", "content": "x"}], None),
 ]
 
 

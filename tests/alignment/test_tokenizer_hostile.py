@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Document | str, str, str | None]] = {
                 "pad_id": 0,
                 "pad_type_id": 0,
                 "pad_token": "a",
-            },
+            }
         ),
         TEXT,
         None,

@@ -477,10 +477,7 @@ def test_a_saved_dataset_is_read_without_datasets(tmp_path):
     )
     (folder / "b.arrow").write_bytes((folder / "a.bin").read_bytes())
     (folder / "other.arrow").write_bytes(b"none of it")
-    found, modules = limited(
-        "print(sum(map(len, stream(sys.argv[1]))), 'datasets' in sys.modules)",
-        folder,
-    )
+    found, modules = limited("print(sum(map(len, stream(sys.argv[1]))), 'datasets' in sys.modules)", folder)
     assert (found, modules) == ("4", "False")
 
 

@@ -80,7 +80,7 @@ EXAMPLES = {
         {"eval": {}, "samples": [SAMPLE, {**SAMPLE, "events": [EVENT]}]},
     ],
     "anthropic_talk": [
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}], "reward": 1.0},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}], "reward": 1.0}
     ],
     "nemo_gym": [
         {

@@ -59,12 +59,7 @@ class Killed:
         config = tg.config.update(CONFIG, [("checkpoint.every_steps", 2)])
         steps = self.plan["steps"]
         options = split(steps=steps, steps_ahead=1, max_tokens=6)
-        told = {
-            "objective": tg.presets.DAPO_DIRECT,
-            "config": config,
-            "servers": [self.url],
-            "out": self.out / "run",
-        }
+        told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [self.url], "out": self.out / "run"}
         opened = ServerPool.__enter__
 
         def opens(link: ServerPool) -> ServerPool:

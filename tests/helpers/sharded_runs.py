@@ -41,11 +41,7 @@ def spoken(place):
     logprobs = found.rollout_logprobs.copy()
     logprobs[found.terms[::7]] = np.nan
     version = np.where(found.trainable, np.arange(found.tokens) % 5, -1).astype(np.int32)
-    return prepared(
-        replace(found, rollout_logprobs=logprobs, version=version),
-        place / "prepared",
-        [10, 37, 38, 80],
-    )
+    return prepared(replace(found, rollout_logprobs=logprobs, version=version), place / "prepared", [10, 37, 38, 80])
 
 
 @pytest.fixture(scope="module")

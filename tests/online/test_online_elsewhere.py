@@ -54,12 +54,7 @@ def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monk
                 return out(link), urls
 
     why, (right, anew, silent, gone) = asyncio.run(main())
-    assert why == {
-        right: None,
-        anew: "it reports version default",
-        silent: None,
-        gone: "it reports version None",
-    }
+    assert why == {right: None, anew: "it reports version default", silent: None, gone: "it reports version None"}
 
 
 async def waiting(task, policy):

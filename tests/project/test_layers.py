@@ -45,10 +45,7 @@ def test_an_import_that_goes_up_or_aside_is_found():
     down = {"data/read.py": {"storage/files.py", "data/trace.py"}, "__main__.py": {"cli/__init__.py"}}
     up = {"storage/files.py": {"data/read.py"}, "advantage/kl.py": {"objective/ratio.py"}}
     assert list(upward(down)) == []
-    assert list(upward(up)) == [
-        "advantage/kl.py imports objective/ratio.py",
-        "storage/files.py imports data/read.py",
-    ]
+    assert list(upward(up)) == ["advantage/kl.py imports objective/ratio.py", "storage/files.py imports data/read.py"]
 
 
 def test_no_package_takes_a_private_name_of_another():

@@ -183,10 +183,7 @@ def spoiled(trained, folder, **changes):
         ({"r": 1 << 40}, r"TG-TRAIN-042.*1099511627776.*adapter_model\.safetensors.*4"),
         ({"r": "4"}, "TG-TRAIN-042"),
         ({"base_model_name_or_path": None}, "TG-TRAIN-042"),
-        (
-            {"base_model_name_or_path": "someone/a-model"},
-            r"TG-TRAIN-043.*someone/a-model",
-        ),
+        ({"base_model_name_or_path": "someone/a-model"}, r"TG-TRAIN-043.*someone/a-model"),
         ({"target_modules": ["q_proj"]}, "TG-TRAIN-044"),
         ({"target_modules": ["no_such"]}, "TG-TRAIN-044"),
         ({"use_dora": True}, r"TG-TRAIN-044.*lora_magnitude_vector"),

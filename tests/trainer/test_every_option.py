@@ -269,14 +269,7 @@ def single_sample_group(_: Path) -> None:
 
 # --- runs ---
 
-OPTIMIZER = {
-    "lr": 2e-2,
-    "beta1": 0.5,
-    "beta2": 0.7,
-    "eps": 1e-3,
-    "weight_decay": 0.2,
-    "grad_clip": 0.02,
-}
+OPTIMIZER = {"lr": 2e-2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "weight_decay": 0.2, "grad_clip": 0.02}
 SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay_ratio": 0.5, "min_lr_ratio": 0.25}
 RESTARTED = {"name": "cosine_with_restarts", "warmup_ratio": 0.2, "kwargs": '{"num_cycles": 2}'}
 CADENCE = {
@@ -300,10 +293,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
         traces(), out, train__epochs=2, **{f"schedule__{name}": value for name, value in SCHEDULE.items()}
     ),
     "restarted": lambda out: watched(
-        traces(),
-        out,
-        train__max_steps=8,
-        **{f"schedule__{name}": value for name, value in RESTARTED.items()},
+        traces(), out, train__max_steps=8, **{f"schedule__{name}": value for name, value in RESTARTED.items()}
     ),
     "repeated": lambda out: watched(traces(), out, train__updates_per_old_logprobs=2, train__iterations=3),
     "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_sync_steps=2),

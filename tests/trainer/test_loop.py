@@ -213,12 +213,7 @@ def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):
 
 def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(traces, tmp_path):
     done, _ = run(
-        traces,
-        tmp_path,
-        stop__min_ope_ess=0.9,
-        optimizer__lr=0.05,
-        data__holdout=0.3,
-        eval__ope_per_epoch=99,
+        traces, tmp_path, stop__min_ope_ess=0.9, optimizer__lr=0.05, data__holdout=0.3, eval__ope_per_epoch=99
     )
     assert done.stopped == "ope_ess"
     assert done.step < done.total
@@ -229,12 +224,7 @@ def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(tr
 @pytest.mark.nightly
 def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
     other = spoilt()
-    how = {
-        "objective": presets.DAPO_DIRECT,
-        "data__holdout": 0.3,
-        "eval__ope_per_epoch": 99,
-        "train__epochs": 6,
-    }
+    how = {"objective": presets.DAPO_DIRECT, "data__holdout": 0.3, "eval__ope_per_epoch": 99, "train__epochs": 6}
     on, _ = run(other, tmp_path / "on", **how)
     done, _ = run(other, tmp_path / "a", stop__ope_falls=True, **how)
     assert (on.stopped, done.stopped) == ("done", "ope_falls")
@@ -405,9 +395,7 @@ def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(
 
 def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
     warm = replace(
-        traces,
-        logprob_kind=np.ones(traces.traces, np.uint8),
-        temperature=np.full(traces.traces, 0.7, np.float32),
+        traces, logprob_kind=np.ones(traces.traces, np.uint8), temperature=np.full(traces.traces, 0.7, np.float32)
     )
     assert "measures the mismatch" in TrainingData.of(warm, presets.DAPO, told()).notes[0]
 

@@ -120,10 +120,7 @@ def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, request
     ("answer", "why"),
     [
         ({"choices": [{}]}, "TG-SYNC-016"),
-        (
-            {"choices": [{"token_ids": [1], "logprobs": {"content": []}}], "prompt_token_ids": [1]},
-            r"TG-SYNC-017.*1.*0",
-        ),
+        ({"choices": [{"token_ids": [1], "logprobs": {"content": []}}], "prompt_token_ids": [1]}, r"TG-SYNC-017.*1.*0"),
         (
             {
                 "choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": float("-inf")}]}}],

@@ -100,13 +100,7 @@ def test_a_push_pauses_updates_finishes_and_resumes_in_this_order(tmp_path):
     assert pushed[0].lines() == []
 
 
-FAULTS = {
-    "raises": 500,
-    "success false": {"success": False},
-    "hangs": hang,
-    "refuses": 400,
-    "drops": drop,
-}
+FAULTS = {"raises": 500, "success false": {"success": False}, "hangs": hang, "refuses": 400, "drops": drop}
 PATIENCE_S = dict.fromkeys(FAULTS, 60.0) | {"hangs": 2.0}
 """Only what hangs is waited for so long; what answers is given the time that a machine under load may take."""
 
