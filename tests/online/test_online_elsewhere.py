@@ -62,38 +62,33 @@ async def waiting(task, policy):
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
-    async def main():
-        async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
-            state = RunState(1, 1, 0, (a.url, b.url), "m")
-            state.write(tmp_path)
-            with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
-                player = Collector(
-                    waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1)
-                )
-                interrupt = Interrupt()
-                told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt, ProgressPrinter(print))
-                following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
-                try:
-                    await until(lambda: link.servers.admission is not None)
-                    RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
-                    await until(lambda: out(link)[b.url] is not None)
-                    assert out(link) == {a.url: None, b.url: "it has not received version 2 from the trainer"}
-                    await until(lambda: (link.version, link.next_version, player.steps_done) == (2, 3, 1))
-                    await until(lambda: len(b.asked("/health")) >= 3)
-                    assert out(link)[b.url] is not None  # healthy, with the weights of before
-                    if says:
-                        b.version = "2"
-                    else:
-                        RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
-                    await until(lambda: out(link)[b.url] is None)
-                    RunState(2, 3, 1, (a.url, b.url), "m", is_finished=True).write(tmp_path)
-                    await asyncio.wait_for(asyncio.shield(following), 60)
-                finally:
-                    interrupt.received = signal.SIGTERM
-                    await following
-
-    asyncio.run(main())
+async def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
+    async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
+        state = RunState(1, 1, 0, (a.url, b.url), "m")
+        state.write(tmp_path)
+        with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
+            player = Collector(waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1))
+            interrupt = Interrupt()
+            told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt, ProgressPrinter(print))
+            following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
+            try:
+                await until(lambda: link.servers.admission is not None)
+                RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
+                await until(lambda: out(link)[b.url] is not None)
+                assert out(link) == {a.url: None, b.url: "it has not received version 2 from the trainer"}
+                await until(lambda: (link.version, link.next_version, player.steps_done) == (2, 3, 1))
+                await until(lambda: len(b.asked("/health")) >= 3)
+                assert out(link)[b.url] is not None  # healthy, with the weights of before
+                if says:
+                    b.version = "2"
+                else:
+                    RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
+                await until(lambda: out(link)[b.url] is None)
+                RunState(2, 3, 1, (a.url, b.url), "m", is_finished=True).write(tmp_path)
+                await asyncio.wait_for(asyncio.shield(following), 60)
+            finally:
+                interrupt.received = signal.SIGTERM
+                await following
 
 
 @pytest.mark.parametrize(
