@@ -187,6 +187,15 @@ def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     assert both.extras["experts"].shape == (18, 2, 2)
 
 
+@pytest.mark.parametrize("names", [("a", "c"), ("a", "a")], ids=["later", "earlier"])
+def test_shards_with_other_rewards_are_not_joined(tmp_path, names):
+    example().save(tmp_path / "shard-00000")
+    replace(example(), reward_names=names).save(tmp_path / "shard-00001")
+    manifest.seal(tmp_path)
+    with pytest.raises(FormatError, match="TG-ALIGN-024"):
+        Sequences.load(tmp_path)
+
+
 def test_a_folder_from_before_endings_were_kept_says_that_they_are_unknown(tmp_path):
     known = replace(example(), ending=np.array([0, 1, 2], np.uint8))
     known.save(tmp_path / "new")

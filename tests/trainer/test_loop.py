@@ -456,6 +456,10 @@ def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
     equal = replace(traces, rewards=np.ones_like(traces.rewards))
     with pytest.raises(ArgumentError, match="TG-TRAIN-079"):
         TrainingData.of(equal, presets.DAPO, told())
+    many = sampled(tiny_model(), groups=75)
+    even = replace(many, rewards=np.ones_like(many.rewards))
+    with pytest.raises(ArgumentError, match="TG-TRAIN-077"):
+        TrainingData.of(even, presets.DAPO, told(advantage__baseline="none", filter__drop_zero_std_groups=True))
 
 
 def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):
