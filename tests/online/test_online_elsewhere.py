@@ -38,22 +38,19 @@ def out(link):
     return {row["url"]: row["out"] for row in link.servers.state()}
 
 
-def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monkeypatch):
-    async def main():
-        async with Versioned("2") as right, Versioned("default") as anew, Versioned(None) as silent:
-            async with Versioned("2") as gone:
-                pass
-            urls = [each.url for each in (right, anew, silent, gone)]
-            monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
-            with ServerPool(lambda: Servers(urls, model="m", probe_s=60)) as link:
-                player = RemoteCollectors(link, StalenessLimit(1), tmp_path, 60, RunState(version=2))
-                await asyncio.to_thread(player.check)
-                assert set(out(link).values()) == {None}  # they were seen a moment ago
-                monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
-                await asyncio.to_thread(player.check)
-                return out(link), urls
-
-    why, (right, anew, silent, gone) = asyncio.run(main())
+async def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monkeypatch):
+    async with Versioned("2") as right, Versioned("default") as anew, Versioned(None) as silent:
+        async with Versioned("2") as gone:
+            pass
+        urls = [each.url for each in (right, anew, silent, gone)]
+        monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
+        with ServerPool(lambda: Servers(urls, model="m", probe_s=60)) as link:
+            player = RemoteCollectors(link, StalenessLimit(1), tmp_path, 60, RunState(version=2))
+            await asyncio.to_thread(player.check)
+            assert set(out(link).values()) == {None}  # they were seen a moment ago
+            monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
+            await asyncio.to_thread(player.check)
+            why, (right, anew, silent, gone) = out(link), urls
     assert why == {right: None, anew: "it reports version default", silent: None, gone: "it reports version None"}
 
 

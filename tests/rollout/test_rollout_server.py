@@ -81,17 +81,13 @@ def test_what_is_of_the_moment_is_asked_again(fault):
 
 
 @pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 422])
-def test_what_the_server_judged_is_an_error_at_once_with_its_words_and_a_cure(status):
+async def test_what_the_server_judged_is_an_error_at_once_with_its_words_and_a_cure(status):
     stand = StandIn(lambda request, body: status)
-
-    async def run():
-        async with stand, Servers([stand.url], **FAST) as servers:
-            with pytest.raises(
-                ServerError, match=f"TG-ROLLOUT-058: {stand.url}/v1/chat/completions .*{status}.*said {status}"
-            ):
-                await servers.chat(BODY, session="s")
-
-    asyncio.run(run())
+    async with stand, Servers([stand.url], **FAST) as servers:
+        with pytest.raises(
+            ServerError, match=f"TG-ROLLOUT-058: {stand.url}/v1/chat/completions .*{status}.*said {status}"
+        ):
+            await servers.chat(BODY, session="s")
     assert len(stand.seen) == 1
 
 
@@ -115,15 +111,11 @@ def test_failures_count_in_a_row_alone():
     assert servers.retried == 4
 
 
-def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_tries():
+async def test_a_server_that_never_answers_well_is_an_error_that_names_it_and_the_tries():
     stand = StandIn(lambda request, body: 500)
-
-    async def run():
-        async with stand, Servers([stand.url], **FAST, retries=2, max_consecutive_failures=9) as servers:
-            with pytest.raises(ServerError, match=rf"TG-ROLLOUT-009.*{stand.url}"):
-                await servers.chat(BODY, session="s")
-
-    asyncio.run(run())
+    async with stand, Servers([stand.url], **FAST, retries=2, max_consecutive_failures=9) as servers:
+        with pytest.raises(ServerError, match=rf"TG-ROLLOUT-009.*{stand.url}"):
+            await servers.chat(BODY, session="s")
     assert len(stand.seen) == 3
 
 

@@ -192,21 +192,17 @@ def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, exa
 @pytest.mark.parametrize(
     "more", [{}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}], ids=["bare", "logprobs", "ids"]
 )
-def test_the_client_gets_what_the_server_sends_without_us(server, stream, more, tools):
+async def test_the_client_gets_what_the_server_sends_without_us(server, stream, more, tools):
     question = next(one for one in clerk.prompts("evaluation", 3) if one.kind == "price")
     body = {"model": "clerk", "messages": question.messages(), "temperature": 0, "max_tokens": 40, **more}
     body |= {"stream": stream, **({"tools": list(clerk.TOOLS)} if tools else {})}
-
-    async def main():
-        async with Proxy(server, finished=lambda record: None) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            answers = []
-            for url in (f"{proxy.url}/s/a", server):
-                async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-                    answers.append((answer.status, answer.content_type, await answer.text()))
-            return answers
-
-    ours, theirs = asyncio.run(main())
+    async with Proxy(server, finished=lambda record: None) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        answers = []
+        for url in (f"{proxy.url}/s/a", server):
+            async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+                answers.append((answer.status, answer.content_type, await answer.text()))
+        ours, theirs = answers
     assert ours[:2] == theirs[:2]
     assert blank(ours[2], stream) == blank(theirs[2], stream)
 
@@ -246,26 +242,22 @@ def rounded(value):
     return round(value, 3) if isinstance(value, float) else value
 
 
-def test_completions_responses_and_messages_are_recorded_as_they_come(server, example):
+async def test_completions_responses_and_messages_are_recorded_as_they_come(server, example):
     records = []
     asked = {
         "/v1/completions": {"model": "clerk", "prompt": "2 × 20 = ", "max_tokens": 8},
         "/v1/responses": {"model": "clerk", "input": "2 × 20?", "max_output_tokens": 8},
         "/v1/messages": {"model": "clerk", "max_tokens": 8, "messages": [{"role": "user", "content": "2 × 20?"}]},
     }
-
-    async def main():
-        async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            for (path, body), stream in itertools.product(asked.items(), (False, True)):
-                base = f"{proxy.url}/s/{path.split('/')[-1]}-{stream}"
-                async with client.post(base + path, json={**body, "stream": stream}, headers=headers) as answer:
-                    assert answer.status == 200, await answer.text()
-                    await answer.read()
-                async with client.post(f"{base}/reward", json={"reward": 1}, headers=headers) as answer:
-                    assert answer.status == 200
-
-    asyncio.run(main())
+    async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        for (path, body), stream in itertools.product(asked.items(), (False, True)):
+            base = f"{proxy.url}/s/{path.split('/')[-1]}-{stream}"
+            async with client.post(base + path, json={**body, "stream": stream}, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+            async with client.post(f"{base}/reward", json={"reward": 1}, headers=headers) as answer:
+                assert answer.status == 200
     traces = tg.Traces.from_records(records)
     assert [(trace.id, len(trace.generations)) for trace in traces] == [
         (f"{name}-{stream}", 1) for name in ("completions", "responses", "messages") for stream in (False, True)
@@ -275,7 +267,7 @@ def test_completions_responses_and_messages_are_recorded_as_they_come(server, ex
     assert not np.isnan(texts.rollout_logprobs[texts.trainable]).any()
 
 
-def test_a_client_that_closes_early_stops_the_server(server, example):
+async def test_a_client_that_closes_early_stops_the_server(server, example):
     records = []
     # Many tokens, as a busy server sends many in one event.
     body = {"model": "clerk", "prompt": "1, 2, 3, 4,", "max_tokens": 900, "ignore_eos": True, "stream": True}
@@ -285,33 +277,27 @@ def test_a_client_that_closes_early_stops_the_server(server, example):
             found = re.search(r"^vllm:num_requests_running\{.*\} ([0-9.]+)$", await answer.text(), re.MULTILINE)
             return float(found.group(1))
 
-    async def main():
-        async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            answer = await client.post(f"{proxy.url}/s/early/v1/completions", json=body, headers=headers)
-            await answer.content.readuntil(b"\n\n")
-            answer.close()
-            for _ in range(100):
-                await asyncio.sleep(0.05)
-                if await running(client) == 0:
-                    break
-            else:
-                raise AssertionError("the server goes on for nobody")
-            await (await client.post(f"{proxy.url}/s/early/reward", json={"reward": 0}, headers=headers)).read()
-
-    asyncio.run(main())
+    async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        answer = await client.post(f"{proxy.url}/s/early/v1/completions", json=body, headers=headers)
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if await running(client) == 0:
+                break
+        else:
+            raise AssertionError("the server goes on for nobody")
+        await (await client.post(f"{proxy.url}/s/early/reward", json={"reward": 0}, headers=headers)).read()
     [trace] = tg.Traces.from_records(records)
     assert 1 <= trace.generations[0].tokens < 900
 
 
-def test_a_judge_that_knows_nothing_gives_scores_or_none_but_never_something_else(server):
-    async def main():
-        async with Servers([server], model="clerk") as servers:
-            free = Judge(servers.chat, json_schema=False, sampling={"max_tokens": 64})
-            formed = Judge(servers.chat, sampling={"max_tokens": 400, "temperature": 1.0}, votes=2)
-            return await free.score(GROUP[:2]), await formed.score(GROUP[:2])
-
-    free, formed = asyncio.run(main())
+async def test_a_judge_that_knows_nothing_gives_scores_or_none_but_never_something_else(server):
+    async with Servers([server], model="clerk") as servers:
+        free = Judge(servers.chat, json_schema=False, sampling={"max_tokens": 64})
+        formed = Judge(servers.chat, sampling={"max_tokens": 400, "temperature": 1.0}, votes=2)
+        free, formed = await free.score(GROUP[:2]), await formed.score(GROUP[:2])
     assert np.isnan(free.scores).all()
     assert len(free.verdicts[0].answers) == 2
     known = formed.scores[~np.isnan(formed.scores)]

@@ -64,17 +64,13 @@ async def test_the_only_server_is_waited_for():
             await probe_requests.send_probes(servers, [CHAT], wait_s=0.2)
 
 
-def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_are_enough_tokens():
-    async def run():
-        async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            said = await probe_requests.send_probes(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
-            asked = {
-                path: stand.asked(path)
-                for path in (probe_requests.CHAT, probe_requests.COMPLETIONS, probe_requests.GENERATE)
-            }
-            return said, asked
-
-    said, asked = asyncio.run(run())
+async def test_requests_are_asked_in_turn_at_the_path_they_are_played_at_until_there_are_enough_tokens():
+    async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
+        said = await probe_requests.send_probes(servers, [CHAT, TEXT, IDS], tokens=100, salt="v1")
+        asked = {
+            path: stand.asked(path)
+            for path in (probe_requests.CHAT, probe_requests.COMPLETIONS, probe_requests.GENERATE)
+        }
     # 16 requests of three tokens each; 18 for the 52 tokens that lack; and the first request once more.
     assert [one.number for one in said] == [number % 3 for number in range(34)] + [0]
     prompts = {probe_requests.CHAT: [1, 3], probe_requests.COMPLETIONS: [1, 2], probe_requests.GENERATE: [4, 5]}
@@ -100,14 +96,11 @@ def test_a_server_whose_answers_are_short_is_asked_for_no_more_than_some_rounds(
 
 
 @pytest.mark.parametrize(("length", "requests"), [(3.0, 37), (4.0, 28 + 6), (1.0, 64)])
-def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, requests):
+async def test_as_many_are_asked_at_once_as_the_length_of_answers_says(length, requests):
     """Answers are three tokens: 37 of them are a tenth more than 100; 28 are 84, and 6 more the other 16."""
-
-    async def run():
-        async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
-            return await probe_requests.send_probes(servers, [CHAT], tokens=100, length=length, repeat_first=False)
-
-    assert len(asyncio.run(run())) == requests
+    async with StandIn(reply) as stand, Servers([stand.url], **FAST) as servers:
+        sent = await probe_requests.send_probes(servers, [CHAT], tokens=100, length=length, repeat_first=False)
+        assert len(sent) == requests
 
 
 @pytest.mark.parametrize(

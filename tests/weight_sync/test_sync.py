@@ -321,7 +321,7 @@ async def test_an_open_server_beyond_this_machine_is_refused(guarded, tmp_path):
                     await File(servers, tmp_path).push(WEIGHTS, 1)
 
 
-def test_the_guard_lets_in_who_has_the_token(monkeypatch):
+async def test_the_guard_lets_in_who_has_the_token(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ArgumentError, match="TG-SYNC-003"):
         Guard(lambda *_: None)
@@ -334,20 +334,17 @@ def test_the_guard_lets_in_who_has_the_token(monkeypatch):
     async def send(message):
         sent.append(message)
 
-    async def run():
-        guard = Guard(app)
-        for kind, path, token in [
-            ("http", "/pause", None),
-            ("http", "/v1/models", b"Bearer other"),
-            ("websocket", "/v1/realtime", None),
-            ("http", "/health/../pause", None),
-            ("http", "/health", None),
-            ("http", "/pause", b"Bearer secret"),
-        ]:
-            headers = [] if token is None else [(b"authorization", token)]
-            await guard({"type": kind, "path": path, "headers": headers}, None, send)
-
-    asyncio.run(run())
+    guard = Guard(app)
+    for kind, path, token in [
+        ("http", "/pause", None),
+        ("http", "/v1/models", b"Bearer other"),
+        ("websocket", "/v1/realtime", None),
+        ("http", "/health/../pause", None),
+        ("http", "/health", None),
+        ("http", "/pause", b"Bearer secret"),
+    ]:
+        headers = [] if token is None else [(b"authorization", token)]
+        await guard({"type": kind, "path": path, "headers": headers}, None, send)
     assert let_in == ["/health", "/pause"]
     said = [message.get("status", message.get("code")) for message in sent if "body" not in message]
     assert said == [401, 401, 1008, 401]
