@@ -48,10 +48,6 @@ def test_every_meaning_is_a_flag_that_there_is():
     assert flag_meant_by("--nothing", ["optimizer.lr"]) is None
 
 
-def test_a_command_that_is_misspelt(capsys):
-    assert "trian is not a command. Did you mean train?" in usage(["trian", "t.jsonl"], capsys)
-
-
 @pytest.mark.parametrize(("given", "wanted"), [("dapo", "DAPO"), ("Grpo", "GRPO"), ("topr-positive", "TOPR_POSITIVE")])
 def test_an_objective_in_other_letters(given, wanted, capsys):
     assert main([*TRAIN, "--objective", given, "--print-config"]) == 1

@@ -429,6 +429,9 @@ def checkpoint_keep(run: Any) -> None:
 def min_ope_ess(run: Any) -> None:
     assert run.done.stopped == "ope_ess"
     assert run.done.step < run.done.total
+    sizes = [row["ope_ess_fraction"] for row in run.done.rows if "ope_ess_fraction" in row]
+    assert sizes[-1] < 0.9999 <= sizes[-2]
+    assert run.done.checkpoint.name == f"step-{run.done.step:08d}"
 
 
 def stop_worse(run: Any) -> None:
