@@ -550,19 +550,17 @@ def test_a_message_that_cannot_be_laid_out_is_shown_as_it_was_sent(page, tmp_pat
         served.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_runs_off_a_narrow_page(browser, url, scheme):
-    context = browser.new_context(viewport={"width": 390, "height": 800}, color_scheme=scheme)
-    context.set_default_timeout(PATIENCE_MS)
-    page = context.new_page()
+def test_nothing_runs_off_a_narrow_page_of_either_scheme(page, url):
+    page.set_viewport_size({"width": 390, "height": 800})
     for part in ("", "#trace-3", "#trace-2560", "#runs"):
         page.goto("about:blank")
         page.goto(url + part)
         page.wait_for_selector({"": ".row", "#runs": "input[data-run]"}.get(part, "article"))
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, part
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (dark == "rgb(18, 21, 24)") == (scheme == "dark")
-    context.close()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (background == "rgb(18, 21, 24)") == (scheme == "dark")
 
 
 def test_the_page_follows_a_file_that_grows(page, tmp_path):
