@@ -1,7 +1,10 @@
 """Options of the suite and the folder of the example on the path."""
 
+import asyncio
 import atexit
 import gc
+import inspect
+import logging
 import os
 import shutil
 import signal
@@ -17,6 +20,9 @@ from hypothesis import settings
 settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("drawn", deadline=None)
 settings.load_profile("pinned")
+
+# torch.distributed.checkpoint logs hundreds of lines a checkpoint, which pytest would format and keep.
+logging.disable(logging.DEBUG)
 
 # Whoever started the tests may have Ctrl-C ignored, and so would what tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,6 +57,15 @@ def pytest_collection_finish():
     """Take what collecting has made, thousands of tests and all of torch, out of each collection of garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_addoption(parser):

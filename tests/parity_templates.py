@@ -4,8 +4,6 @@ Every template of the installed trl and, where the folder is there, of shared/da
 conversations of `test_template`, beside transformers. Every case that differs is listed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

@@ -94,9 +94,7 @@ def told(theirs, ours, ids, how):
         return said(whole, bytes=[list(ours.decode_bytes([i])) for i in ids], **more)
     if how == "alone":
         return said(
-            whole,
-            tokens=[t if not t.endswith("\ufffd") else "" for t in (theirs.decode([i]) for i in ids)],
-            **more,
+            whole, tokens=[t if not t.endswith("\ufffd") else "" for t in (theirs.decode([i]) for i in ids)], **more
         )
     texts = [theirs.decode(ids[: k + 1]).removeprefix(theirs.decode(ids[:k])) for k in range(len(ids))]
     return said(whole, tokens=["" if t.endswith("\ufffd") else t for t in texts], **more)

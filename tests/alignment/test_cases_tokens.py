@@ -212,8 +212,7 @@ def test_case_18_the_words_token_id_are_words(chatml):
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
-    [(-9999.0, "R24"), (None, "R23"), ("NaN", "R23"), ("-inf", "R23"), (0.3, "R24")],
+    ("value", "reason"), [(-9999.0, "R24"), (None, "R23"), ("NaN", "R23"), ("-inf", "R23"), (0.3, "R24")]
 )
 def test_cases_19_and_20_case_19_case_20_what_is_no_logprob_is_masked(chatml, value, reason):
     ids = [*ids_of(chatml, "red"), EOS]

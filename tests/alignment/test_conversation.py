@@ -143,10 +143,7 @@ def test_recorded_with_these_prompts_a_trace_is_one_branch_of_exactly_these_ids(
         "R01 noncanonical_bpe",
         "R03 lossy_text",
         "R07 stop_token_differs",
-    } | {
-        "R09 length_truncated",
-        "R12 whitespace_trimmed",
-    }
+    } | {"R09 length_truncated", "R12 whitespace_trimmed"}
     # The same from the sampled ids alone: it is one splice.
     for call in calls:
         del call["response"]["prompt_token_ids"]

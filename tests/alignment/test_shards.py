@@ -80,10 +80,7 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
         ({"a": entry(shape=(1,) * 9)}, r"TG-STORE-033.*shape"),
         ({"a": entry(shape=(3,))}, r"TG-STORE-033.*8.*12"),
         ({"a": entry(offsets=(0, 4096), shape=(8, 8, 8, 2))}, r"TG-STORE-033.*4096.*8"),
-        (
-            {"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(1,), offsets=(0, 4))},
-            r"TG-STORE-033.*0.*4",
-        ),
+        ({"a": entry(shape=(1,), offsets=(0, 4)), "b": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*0.*4"),
         ({"a": entry(shape=(1,), offsets=(4, 8))}, r"TG-STORE-033.*4.*0"),
         ({"a": entry(shape=(1,), offsets=(0, 4))}, r"TG-STORE-033.*4.*8"),
         ({"a": entry(), "__metadata__": {"x": 1}}, r"TG-STORE-033.*metadata"),
@@ -186,12 +183,17 @@ def test_shards_are_joined_and_groups_of_one_name_are_one(tmp_path):
     assert both.cu_seqlens.tolist() == [0, 3, 6, 7, 9, 12, 15, 16, 18]
     assert both.cu_turns.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert both.alignment_report.trace.tolist() == [1, 4]
-    assert (both.alignment_report.recorded, both.alignment_report.exact, len(both.alignment_report.errors)) == (
-        8,
-        6,
-        2,
-    )
+    assert (both.alignment_report.recorded, both.alignment_report.exact, len(both.alignment_report.errors)) == (8, 6, 2)
     assert both.extras["experts"].shape == (18, 2, 2)
+
+
+@pytest.mark.parametrize("names", [("a", "c"), ("a", "a")], ids=["later", "earlier"])
+def test_shards_with_other_rewards_are_not_joined(tmp_path, names):
+    example().save(tmp_path / "shard-00000")
+    replace(example(), reward_names=names).save(tmp_path / "shard-00001")
+    manifest.seal(tmp_path)
+    with pytest.raises(FormatError, match="TG-ALIGN-024"):
+        Sequences.load(tmp_path)
 
 
 def test_a_folder_from_before_endings_were_kept_says_that_they_are_unknown(tmp_path):

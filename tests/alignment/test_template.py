@@ -1,7 +1,5 @@
 """Chat templates beside transformers' own rendering, the laws of provenance, and templates that misbehave."""
 
-from __future__ import annotations
-
 import collections
 import json
 import time

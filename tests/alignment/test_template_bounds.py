@@ -1,7 +1,5 @@
 """Templates that nest without bounds, or hold what the engine panics at: refused on a stack of 256 KiB."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What templates do to values, beside transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

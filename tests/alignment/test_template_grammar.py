@@ -1,7 +1,5 @@
 """Random templates of all that the engine takes, over huge operands: each ends within a second and 256 MiB."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Templates that raise, do not end, or grow without bounds: an error within a second and within bounds of memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Loops over operations on long operands: all that a template can call ends within a second and 256 MiB."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -174,11 +172,7 @@ PROVENANCE = [
         TOOLS,
     ),
     # more marks than there is memory for
-    (
-        "{% for i in range(5) %}{{ messages[0].content * 300000 }}{% endfor %}",
-        [{"role": "user", "content": "x"}],
-        None,
-    ),
+    ("{% for i in range(5) %}{{ messages[0].content * 300000 }}{% endfor %}", [{"role": "user", "content": "x"}], None),
 ]
 
 

@@ -1,7 +1,5 @@
 """Tokenizers beside transformers' own ids, byte tables, byte ends, and directories that hold something else."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

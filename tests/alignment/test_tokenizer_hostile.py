@@ -1,7 +1,5 @@
 """Tokenizers are programs of strangers: refused with the reason, in bounded memory and time, never a panic."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy
@@ -202,7 +200,7 @@ CASES: dict[str, tuple[Document | str, str, str | None]] = {
                 "pad_id": 0,
                 "pad_type_id": 0,
                 "pad_token": "a",
-            },
+            }
         ),
         TEXT,
         None,

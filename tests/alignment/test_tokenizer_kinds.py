@@ -1,7 +1,5 @@
 """Tokenizers of every kind beside transformers and tiktoken, and which code makes their ids."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """The command line: what it prints, what it writes, what it refuses, and how it stops."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -204,13 +202,6 @@ def test_the_config_is_printed_and_read_back(tmp_path, capsys):
     assert (told.train.seed, told.train.epochs, told.objective.preset) == (7, 3, "GRPO")
 
 
-def test_a_dry_run_says_what_would_be_done_and_touches_no_weights(example, forty, tmp_path, capsys):
-    assert main(train(example, forty, tmp_path / "out", "--dry-run")) == 0
-    said = capsys.readouterr().out
-    assert "dry run  4 optimizer steps, 2 per epoch, on 32 traces; 8 held out" in said
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_dry_run_packs_each_step_once(example, forty, tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
     from tracegrad.trainer import steps
@@ -298,11 +289,6 @@ def test_what_cannot_be_found_is_one_line(example, forty, tmp_path, capsys):
         assert said in error
         assert error.count("\n") == 1
         assert not (tmp_path / "out").exists()
-
-
-def test_prepare_refuses_what_only_training_takes(example, forty, tmp_path, capsys):
-    assert main(["prepare", str(forty), "--model", "m", "--out", "o", "--optimizer.lr", "1"]) == 1
-    assert "no effect on prepare" in capsys.readouterr().err
 
 
 def test_a_model_without_weights_is_one_line_after_the_traces_were_read(example, forty, tmp_path, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from few_probes import few  # noqa: F401
 from policy_server import MODEL, PolicyServer
 from shop_files import dry, folder, played, rows, written  # noqa: F401
 from tracegrad.cli import main

@@ -1,7 +1,5 @@
 """`--json`: one object on standard output, what is told meanwhile on standard error; and the table of exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from few_probes import few  # noqa: F401
 from policy_server import MODEL
 from shop_files import folder, played, server, written  # noqa: F401
 from tracegrad.cli import extras, main

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tracegrad as tg
+from few_probes import few  # noqa: F401
 from policy_server import MODEL, PolicyServer
 from shop_files import PLAY, dry, folder, played, rows, server, written  # noqa: F401
 from tracegrad import config

@@ -1,7 +1,5 @@
 """Standard output under `--json` holds one object, whatever the code that a command loads prints, and however."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,6 +7,7 @@ import sys
 
 import pytest
 
+from few_probes import few  # noqa: F401
 from shop_files import folder, server, written  # noqa: F401
 from tracegrad.cli import args, main
 

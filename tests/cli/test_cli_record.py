@@ -14,6 +14,7 @@ import pytest
 
 import task
 import tracegrad as tg
+from few_probes import few  # noqa: F401
 from policy_server import MODEL, PolicyServer
 from running_commands import WITHOUT_TORCH, Running, read_to
 from shop_files import folder, played, server  # noqa: F401

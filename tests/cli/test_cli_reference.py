@@ -1,7 +1,5 @@
 """docs/reference/cli.md has a row for each flag that `--help` shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

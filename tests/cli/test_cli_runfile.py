@@ -39,10 +39,7 @@ WRONG = {
     "no name": ({"agent": "shop_clerk.py:agnet"}, r"TG-CLI-037.*agnet.*Did you mean agent\?"),
     "no colon": ({"agent": "shop_clerk.py"}, r"TG-CLI-036.*Write file\.py:name"),
     "no module": ({"agent": "not_installed_here:agent"}, r"TG-CLI-039.*ModuleNotFoundError"),
-    "one argument": (
-        {"agent": "shop_clerk.py:alone"},
-        r"TG-CLI-050.*a function of \(task_\)",
-    ),
+    "one argument": ({"agent": "shop_clerk.py:alone"}, r"TG-CLI-050.*a function of \(task_\)"),
     "no function": ({"agent": "shop_clerk.py:number"}, r"TG-CLI-050.*is a int\."),
     "no class": ({"agent": None, "environment": "shop_clerk.py:alone"}, "TG-CLI-049"),
     "no reward function": ({"agent": None, "rewards": "shop_clerk.py:number"}, "TG-CLI-052.*rewards must be functions"),

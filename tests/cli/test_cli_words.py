@@ -1,6 +1,4 @@
-"""What the command line says to a newcomer: flags by their meaning, one cure that works, what a run was made of."""
-
-from __future__ import annotations
+"""Help for new users: suggested flags and next commands, and the provenance of a run."""
 
 import ast
 import hashlib
@@ -40,22 +38,18 @@ def usage(command, capsys):
         ("--loss", "--objective"),
     ],
 )
-def test_a_flag_of_others_is_known_by_its_meaning(given, wanted, capsys):
+def test_flags_of_other_trainers_are_suggested(given, wanted, capsys):
     assert f"Did you mean {wanted}?" in usage([*TRAIN, given, "1"], capsys)
 
 
-def test_every_meaning_is_a_flag_that_there_is():
+def test_suggested_flags_exist():
     flags = {"epochs", "objective", "model", "out", "resume"}
     assert set(MEANT) <= {*options(), *flags}
     assert flag_meant_by("--nothing", ["optimizer.lr"]) is None
 
 
-def test_a_command_that_is_misspelt(capsys):
-    assert "trian is not a command. Did you mean train?" in usage(["trian", "t.jsonl"], capsys)
-
-
 @pytest.mark.parametrize(("given", "wanted"), [("dapo", "DAPO"), ("Grpo", "GRPO"), ("topr-positive", "TOPR_POSITIVE")])
-def test_an_objective_in_other_letters(given, wanted, capsys):
+def test_an_objective_in_another_case_is_suggested(given, wanted, capsys):
     assert main([*TRAIN, "--objective", given, "--print-config"]) == 1
     assert f"Did you mean {wanted}?" in capsys.readouterr().err
 
@@ -66,7 +60,7 @@ def text(path, **more):
     return str(path)
 
 
-def test_prepare_says_the_next_step(tmp_path, capsys):
+def test_prepare_prints_the_next_command(tmp_path, capsys):
     path = text(tmp_path / "t.jsonl")
     out = tmp_path / "o"
     assert main(["prepare", path, "--model", str(MODEL), "--out", str(out), "--map.reward", "score"]) == 0
@@ -83,7 +77,7 @@ def test_prepare_says_the_next_step(tmp_path, capsys):
     assert told["next"][0].endswith("--objective TOPR_POSITIVE --text-only")
 
 
-def test_lone_groups_are_told_in_the_words_of_the_command_line(tmp_path, capsys):
+def test_errors_of_single_sample_groups_name_flags(tmp_path, capsys):
     path = text(tmp_path / "t.jsonl")
     command = ["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), "--text-only", "--dry-run"]
     told = ["--objective", "TOPR_POSITIVE", "--map.reward", "score", "--data.holdout", "0"]
@@ -98,7 +92,7 @@ def test_lone_groups_are_told_in_the_words_of_the_command_line(tmp_path, capsys)
     assert "no trace has a reward" in capsys.readouterr().err
 
 
-def test_text_is_sent_to_the_objective_that_suits_it(tmp_path, capsys):
+def test_text_without_logprobs_gets_a_suitable_objective(tmp_path, capsys):
     path = text(tmp_path / "t.jsonl")
     told = ["--map.reward", "score", "--map.group", "prompt", "--data.holdout", "0", "--dry-run"]
     assert main(["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), *told]) == 1
@@ -107,7 +101,7 @@ def test_text_is_sent_to_the_objective_that_suits_it(tmp_path, capsys):
     assert error.count("T6") == error.count("TOPR_POSITIVE") == error.count("WEIGHTED_SFT") == 1
 
 
-def test_a_hub_id_that_cannot_be_had_is_one_clear_line(tmp_path, capsys, monkeypatch):
+def test_an_unavailable_hub_id_is_one_line(tmp_path, capsys, monkeypatch):
     pytest.importorskip("huggingface_hub")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -118,7 +112,7 @@ def test_a_hub_id_that_cannot_be_had_is_one_clear_line(tmp_path, capsys, monkeyp
     assert len(error.strip().splitlines()) == 1
 
 
-def test_provenance_names_files_hashes_and_the_commit(tmp_path, monkeypatch):
+def test_provenance_has_files_hashes_and_the_commit(tmp_path, monkeypatch):
     path = Path(text(tmp_path / "t.jsonl"))
     monkeypatch.chdir(tmp_path)
     found = provenance.provenance([str(path), "-"], MODEL)
@@ -150,7 +144,7 @@ def test_a_config_gets_one_header(tmp_path, comment):
     assert path.read_text() == before
 
 
-def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
+def test_a_run_saves_its_provenance(tmp_path, capsys):
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     path = text(tmp_path / "t.jsonl")
@@ -166,7 +160,7 @@ def test_a_run_says_what_it_was_made_of(tmp_path, capsys):
     assert (out / "config.toml").read_text().count("# made of") == 1
 
 
-def test_value_is_no_longer_known_only_where_it_was():
+def test_the_estimate_line_distinguishes_unreliable_and_no_longer_reliable():
     from tracegrad.cli.train import _estimate_line
 
     known = {
@@ -204,9 +198,9 @@ def test_a_dry_run_is_one_object(tmp_path, capsys):
 
 ROOT = Path(__file__).parents[2]
 ARGUMENT = re.compile(r"""(?<![-\w])[a-z_]{2,}=(?:True|False|None|["'A-Z\d]|[.,](?:\s|$)|$)""")
-# No argument of ours; and commands read every file with it.
+# The first is not an argument of this package, and commands read each file with the second.
 OTHERS = ('mode="json"', 'format="auto"')
-# Raised where Python passes arguments that no command takes: their messages name them.
+# Errors of arguments that only Python can pass. Their messages name the arguments.
 FROM_PYTHON = ("advantage", "integrations", "metrics", "objective", "recipes")
 FROM_PYTHON += (
     "packing/packing.py",
@@ -219,14 +213,14 @@ FROM_PYTHON += (
 
 
 def said(text):
-    """A text as it is written, of what stands in braces its code."""
+    """Return a text with the code of its replacement fields in braces."""
     parts = text.values if isinstance(text, ast.JoinedStr) else [text]
     told = (part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}" for part in parts)
     return "".join(map(str, told)).replace("{IN_PROCESS}", "'in-process'")
 
 
 def messages():
-    """Texts of errors: of the package's modules that commands reach, and what the core says to do."""
+    """Yield error texts of the modules that commands use, and of the core."""
     package = ROOT / "python" / "tracegrad"
     for path in package.rglob("*.py"):
         if not str(path.relative_to(package)).startswith(FROM_PYTHON):
@@ -243,18 +237,18 @@ def messages():
                 yield path, told.replace('\\"', '"')
 
 
-def test_errors_of_commands_name_flags_and_no_arguments_of_python():
+def test_errors_of_commands_name_flags_and_not_python_arguments():
     texts = list(messages())
     found = {as_flags(text): path.name for path, text in texts}
     wrong = [(name, text) for text, name in found.items() if ARGUMENT.search(re.sub("|".join(OTHERS), "", text))]
     assert wrong == [], wrong
-    # A text that no error has any more is no text to be changed.
+    # A text that no error contains must be removed from the table.
     core = [path.read_text().replace('\\"', '"') for path in (ROOT / "rust" / "core" / "src").rglob("*.rs")]
     every = "\n".join([*(text for _, text in texts), *core])
     gone = [argument for argument in AS_FLAGS if argument not in every]
     assert gone == [], gone
 
 
-def test_what_users_code_raised_is_not_changed():
+def test_errors_of_user_code_are_not_changed():
     told = "resume=True\nTraceback (most recent call last):\n  train(resume=True)"
     assert as_flags(told) == "--resume\nTraceback (most recent call last):\n  train(resume=True)"

@@ -1,7 +1,5 @@
 """Options: defaults, then TOML, then dotted overrides; nothing unknown passes."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import FrozenInstanceError, fields

@@ -1,7 +1,5 @@
 """`file.py:NAME`: one loader for objectives, recipes, rewards, agents and tasks."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

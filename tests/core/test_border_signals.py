@@ -108,12 +108,7 @@ ROADS = {
     ),
     "align": (MANY, "[tg.align(traces, tokenizer, text_only=True) for _ in range(500)]", 0.3, False),
     "encode": (MANY, "[tokenizer.encode('hello world ' * 5000) for _ in range(10**6)]", 0.2, False),
-    "render": (
-        MANY,
-        "[tokenizer.render([{'role': 'user', 'content': str(n)}]) for n in range(10**7)]",
-        0.2,
-        False,
-    ),
+    "render": (MANY, "[tokenizer.render([{'role': 'user', 'content': str(n)}]) for n in range(10**7)]", 0.2, False),
     "prepare": (FILE, "prepare.prepare(path, Path(model), Data(text_only=True), out / 'shards')", 0.5, False),
     "doctor": (FILE, "doctor.diagnose(str(path), model)", 0.5, False),
     "pack": (

@@ -319,7 +319,7 @@ def replace_in_footer(path, old, new):
 @pytest.mark.parametrize("dictionary", [False, True])
 def test_a_page_larger_than_its_footer_says_is_refused_before_it_is_unpacked(tmp_path, dictionary):
     """pyarrow unpacks a page to what its own header says: 16 KB became 2.7 GB."""
-    text = "x" * (1 << 29)
+    text = "x" * (258 * MIB)
     table = pa.table({"prompt": ["a"], "completion": ["b"], "note": [text]})
     path = bomb(tmp_path, "page.parquet", table, compression="zstd", use_dictionary=dictionary, write_statistics=False)
     group = pq.ParquetFile(path).metadata.row_group(0)
@@ -477,17 +477,14 @@ def test_a_saved_dataset_is_read_without_datasets(tmp_path):
     )
     (folder / "b.arrow").write_bytes((folder / "a.bin").read_bytes())
     (folder / "other.arrow").write_bytes(b"none of it")
-    found, modules = limited(
-        "print(sum(map(len, stream(sys.argv[1]))), 'datasets' in sys.modules)",
-        folder,
-    )
+    found, modules = limited("print(sum(map(len, stream(sys.argv[1]))), 'datasets' in sys.modules)", folder)
     assert (found, modules) == ("4", "False")
 
 
 @pytest.mark.parametrize("name", ["data.arrow", "data.bin"])
 def test_a_saved_dataset_that_unpacks_beyond_measure_is_refused_before_it_is_unpacked(tmp_path, name):
     """Whatever its files are called: those that are named are read."""
-    text = pa.table({"prompt": pa.array(["x" * (600 * MIB)])})
+    text = pa.table({"prompt": pa.array(["x" * (258 * MIB)])})
     folder = saved(tmp_path / "saved", text, name=name)
     assert (folder / name).stat().st_size < 1 << 17
     code = (
@@ -530,7 +527,7 @@ def test_a_saved_dataset_whose_state_is_strange_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
 def test_batches_that_unpack_beyond_measure_are_refused_before_they_are_unpacked(tmp_path, new):
-    zeros = pa.array(np.zeros(1 << 26, np.int64))
+    zeros = pa.array(np.zeros(33 * MIB, np.int64))
     lists = pa.ListArray.from_arrays(pa.array([0, len(zeros)], pa.int32()), zeros)
     text = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(["x" * (300 * MIB)]))
     tables = {

@@ -1,7 +1,5 @@
 """Everything that can be named as input gives the same traces, located in its own files."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Records of every producer with values that are not what they should be; and several answers of one record."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
@@ -82,7 +80,7 @@ EXAMPLES = {
         {"eval": {}, "samples": [SAMPLE, {**SAMPLE, "events": [EVENT]}]},
     ],
     "anthropic_talk": [
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}], "reward": 1.0},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}], "reward": 1.0}
     ],
     "nemo_gym": [
         {

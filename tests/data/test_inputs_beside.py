@@ -1,7 +1,5 @@
 """Answers that stand beside their messages: what is trained is the answer, never what was said before it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

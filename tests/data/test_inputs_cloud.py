@@ -1,7 +1,5 @@
 """Addresses: a real S3 API on loopback, with its own errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

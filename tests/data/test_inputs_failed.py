@@ -1,7 +1,5 @@
 """Calls that failed: counted and said, never a trace, and no obstacle for the others of their file and session."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

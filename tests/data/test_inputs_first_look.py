@@ -1,7 +1,5 @@
 """What a first look at what loggers and exports write must find: marks on some calls, JSON kept as text, no call."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What producers' own code wrote (tests/golden/make_inputs.py): each is read with its messages, logprobs and scores."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -109,10 +107,7 @@ def test_samples_of_several_tasks_that_have_one_number_are_of_several_groups():
         {"input": "Capital of Peru?"},
         {"scores": {"fluent": {"value": 1}}},
     ]
-    told += [
-        {"messages": [system, *sample["messages"]]},
-        {"messages": [*sample["messages"][:1], said("home")]},
-    ]
+    told += [{"messages": [system, *sample["messages"]]}, {"messages": [*sample["messages"][:1], said("home")]}]
     traces = tg.read([{**sample, **each} for each in told])
     groups = [trace.group for trace in traces]
     assert groups[0] == groups[1] == groups[2] == groups[6]

@@ -1,7 +1,5 @@
 """What is not told is looked for and printed as the flag to type; nothing is taken that was not told."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewards, groups and conversations from where strangers keep them: by paths, counted and said, never guessed."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

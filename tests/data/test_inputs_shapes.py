@@ -1,6 +1,4 @@
-"""Shapes of records under other names, as strangers' files have them: what is read, and what is never guessed."""
-
-from __future__ import annotations
+"""Records with other field names: which of them are read, and which are not guessed."""
 
 import json
 from pathlib import Path
@@ -27,13 +25,13 @@ def answered(*texts, **more):
 
 
 @pytest.mark.parametrize("names", [("requestBody", "responseBody"), ("Request-Body", "RESPONSE_BODY"), ("req", "res")])
-def test_requests_and_responses_are_known_by_the_letters_of_their_names(names):
+def test_request_and_response_keys_are_recognized_in_any_case(names):
     asked, said = names
     [trace] = tg.read([{asked: json.dumps(ASKED), said: answered("4"), "runId": "x"}], map={"id": "runId"})
     assert ([each["content"] for each in trace.messages], trace.id) == (["2+2?", "4"], "x")
 
 
-def test_each_choice_takes_its_own_of_what_stands_beside_them():
+def test_each_choice_gets_its_own_entry_of_parallel_lists():
     record = {
         "request": ASKED,
         "response": answered("4", "5"),
@@ -61,7 +59,7 @@ def test_answers_of_a_prompt_are_a_group_with_rewards_of_their_own():
     assert tg.read([told], map={"reward": "score"}).reward.tolist() == [1, 0]
 
 
-def test_a_rollout_of_nemo_gym_is_parted_where_the_world_answers():
+def test_a_rollout_of_nemo_gym_is_split_at_environment_messages():
     call = {"type": "function_call", "call_id": "c", "name": "price", "arguments": "{}"}
     told = {"prompt_token_ids": [1, 5], "generation_token_ids": [7, 2], "generation_log_probs": [-0.5, -0.1]}
     out = [
@@ -80,7 +78,7 @@ def test_a_rollout_of_nemo_gym_is_parted_where_the_world_answers():
     assert (trace.reward, trace.group) == (1.0, "4")
 
 
-def test_messages_under_another_name_are_read_where_there_is_one_list_of_them():
+def test_messages_under_another_name_are_read_if_there_is_one_list():
     talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     [trace] = tg.read([{"run": {"chatHistory": json.dumps(talk)}}])
     assert trace.messages[-1]["content"] == "4"
@@ -88,7 +86,7 @@ def test_messages_under_another_name_are_read_where_there_is_one_list_of_them():
         tg.read([{"one": talk, "two": talk}])
 
 
-def test_a_lost_array_leaves_its_commas_and_a_reward_as_text_its_cure(tmp_path):
+def test_lines_of_an_array_and_rewards_as_text_are_explained(tmp_path):
     line = json.dumps({"prompt": "2+2?", "response": "4"})
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line},\r\n{line} ,\r\n".encode())
     assert len(tg.read(tmp_path / "t.jsonl")) == 2
@@ -96,7 +94,7 @@ def test_a_lost_array_leaves_its_commas_and_a_reward_as_text_its_cure(tmp_path):
         tg.read([{"request": ASKED, "response": answered("4"), "reward": "0.5"}])
 
 
-def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are_alone():
+def test_traces_are_grouped_by_a_text_prompt_and_not_without_one():
     dump = [{"input": text, "output": "4", "gts": "", "score": 1, "step": 1} for text in ("a", "a", "b")]
     stream = tg.stream(dump, map={"group": "prompt"})
     groups = tg.Traces.concatenate(list(stream)).groups
@@ -107,7 +105,7 @@ def test_traces_whose_prompt_is_text_are_grouped_by_it_and_those_without_one_are
     assert infer_fields.infer(dump).of("group")[0].evidence == "2 records begin with the same prompt"
 
 
-def test_streamed_calls_go_on_one_another():
+def test_streamed_calls_are_joined_into_a_conversation():
     first = [{"id": "c", "choices": [{"index": 0, "delta": {"role": "assistant", "content": part}}]} for part in "4!"]
     again = [*ASKED["messages"], {"role": "assistant", "content": "4!"}, {"role": "user", "content": "sure?"}]
     calls = [{"request": ASKED, "response": first}, {"request": {"messages": again}, "response": answered("yes")}]
@@ -115,14 +113,14 @@ def test_streamed_calls_go_on_one_another():
     assert [each["content"] for each in trace.messages] == ["2+2?", "4!", "sure?", "yes"]
 
 
-def test_a_key_that_parts_runs_or_counts_is_no_session():
+def test_keys_of_runs_and_counters_are_not_sessions():
     calls = [
         {"request": ASKED, "response": answered(str(n)), "run_id": n % 2, "rollout_index": n % 4} for n in range(200)
     ]
     assert infer_fields.infer(calls, config.FieldMap(group="run_id")).of("session") == []
 
 
-def test_several_rewards_without_a_total_are_told_apart_by_the_user():
+def test_several_rewards_without_a_total_need_a_choice():
     rows = [[float("nan"), 1, 0], [float("nan"), 0, 0]]
     told = {"rewards": rows, "reward_names": ("reward", "right", "short")}
     s = tg.Sequences.from_arrays([5, 6] * 2, [0, 2, 4], [float("nan"), -0.5] * 2, [False, True] * 2, **told)
@@ -134,7 +132,7 @@ def test_several_rewards_without_a_total_are_told_apart_by_the_user():
     assert reward_column(s).tolist() == [1, 0]
 
 
-def test_a_call_is_found_wherever_it_stands_and_whatever_it_is_called():
+def test_a_call_is_found_at_any_path_and_under_any_name():
     events = "".join(
         f"data: {json.dumps({'id': 'c', 'choices': [{'index': 0, 'delta': {'content': part}}]})}\n\n" for part in "4!"
     )
@@ -152,7 +150,7 @@ def test_a_call_is_found_wherever_it_stands_and_whatever_it_is_called():
     assert tg.read(rows[:2], map={"reward": "ok"})[1].generations[0].temperature == 1.0
 
 
-def test_two_calls_that_may_be_meant_are_none():
+def test_two_possible_calls_are_ambiguous():
     body = {"one": ASKED, "two": ASKED, "answer": answered("4")}
     with pytest.raises(FormatError):
         tg.read([{"log": body}])
@@ -169,7 +167,7 @@ def test_a_list_of_calls_is_one_conversation_or_several_records():
     assert infer_fields.infer([export]).flags(["reward"]) == ["--map.reward", "stars"]
 
 
-def test_a_row_without_a_call_says_the_reward_of_its_conversation():
+def test_a_row_without_a_call_has_the_reward_of_its_conversation():
     rows = []
     for name, score in (("a", 1), ("b", 0)):
         asked = {"messages": [{"role": "user", "content": name}], "temperature": 1}
@@ -193,7 +191,7 @@ def test_a_row_without_a_call_says_the_reward_of_its_conversation():
     assert len(tg.read(rows)) == 4, "a row without a call is no trace"
 
 
-def test_words_that_say_good_or_bad_are_rewards_and_which_are_which_is_said():
+def test_words_for_good_and_bad_are_rewards_and_printed():
     talk = [*ASKED["messages"], {"role": "assistant", "content": "4"}]
     rows = [{"messages": talk, "human_vote": word} for word in ("Up", "down", "up")]
     assert infer_fields.infer(rows).flags(["reward"]) == ["--map.reward", "human_vote"]
@@ -204,7 +202,7 @@ def test_words_that_say_good_or_bad_are_rewards_and_which_are_which_is_said():
         tg.read([{**rows[0], "human_vote": "maybe"}], map={"reward": "human_vote"})
 
 
-def test_what_lm_eval_scored_by_likelihood_holds_no_call():
+def test_loglikelihood_records_of_lm_eval_have_no_call():
     row = {"doc_id": 1, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": " 4"}}, "resps": [[[-0.5, True]]]}
     asked = {"doc_id": 1, "arguments": {"gen_args_0": {"arg_0": "2+2?", "arg_1": {"temperature": 0.7}}}}
     stream = tg.stream([row, {**asked, "resps": [["4", "5"]], "exact": 1}], map={"reward": "exact"})
@@ -242,14 +240,14 @@ REPLY = {"reply": CHOICE["message"], "finish_reason": "stop", "logprobs": LISTED
 
 
 @pytest.mark.parametrize("told", [{"choice": CHOICE}, {"row": [CHOICE]}, REPLY])
-def test_a_choice_out_of_its_response_keeps_its_logprobs(told):
+def test_a_choice_outside_a_response_keeps_its_logprobs(told):
     [trace] = tg.read([{"request": {**ASKED, "n": 4}, **told}])
     [turn] = trace.generations
     assert (trace.messages[-1]["content"], turn.finish_reason, turn.has_bytes) == ("4", "stop", True)
     assert turn.logprobs.tolist() == [-0.5]
 
 
-def test_usage_beside_a_choice_counts_all_choices_of_its_response():
+def test_usage_next_to_a_choice_counts_all_choices_of_its_response():
     [trace] = tg.read([{"request": {**ASKED, "n": 4}, "choice": CHOICE, "usage": {"completion_tokens": 28}}])
     assert b"usage" not in trace.record
 
@@ -262,13 +260,13 @@ def test_a_list_of_choices_is_a_response_with_rewards_of_its_own():
 
 
 def shared(turns, number):
-    """A whole conversation of ShareGPT; all of them begin alike."""
+    """Return a ShareGPT conversation. All of them have the same start."""
     said = [[{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]]
     said += [[{"from": "human", "value": f"{number}?"}, {"from": "gpt", "value": "4"}] for _ in range(turns - 1)]
     return {"id": f"c{number}", "conversations": [each for turn in said for each in turn], "score": number % 2}
 
 
-def test_finished_conversations_that_begin_alike_are_not_joined(tmp_path):
+def test_finished_conversations_with_a_common_start_are_not_joined(tmp_path):
     whole = [shared(1, 0), shared(2, 1), *(shared(3, number) for number in range(2, 8))]
     whole[2:] = [{**each, "conversations": each["conversations"][2:]} for each in whole[2:]]
     path = tmp_path / "whole.jsonl"
@@ -282,7 +280,7 @@ def read_found(path):
     return infer_fields.infer([json.loads(line) for line in path.read_text().splitlines()])
 
 
-def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
+def test_blocks_of_anthropic_become_messages_for_templates():
     asked = {"type": "text", "text": "Where is it?"}
     found = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "Oslo"}]}
     called = {"type": "tool_use", "id": "c", "name": "look", "input": {"for": "it"}}
@@ -308,7 +306,7 @@ def test_anthropics_blocks_in_messages_become_messages_that_templates_write():
     assert len(trace.generations) == 2
 
 
-def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
+def test_parts_that_are_not_text_stay_in_a_message_of_blocks():
     picture = {"type": "image", "source": {"type": "base64", "data": "A"}}
     said = {"role": "assistant", "content": [{"type": "text", "text": "a cat"}]}
     [trace] = tg.read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "what?"}, picture]}, said]}])
@@ -316,7 +314,7 @@ def test_parts_that_are_no_text_stay_in_a_message_of_blocks():
     assert trace.messages[1]["content"] == "a cat"
 
 
-def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_stays():
+def test_hidden_blocks_are_left_out_and_openai_blocks_are_kept():
     hidden = {"type": "redacted_thinking", "data": "x"}
     said = {"role": "assistant", "content": [hidden, {"type": "text", "text": "4"}]}
     schema = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -327,7 +325,7 @@ def test_of_blocks_what_is_hidden_is_left_out_and_what_has_the_form_of_openai_st
     assert found is None or found.name != "anthropic_talk", "the answer stands beside the messages"
 
 
-def test_a_prompt_is_the_text_that_holds_the_question():
+def test_the_prompt_is_the_text_with_the_question():
     schema = "Table t(a). Which rows are there?"
     record = {"question": "Which rows are there?", "input_text": schema, "gold_sql": "x", "generated_text": "SELECT a"}
     [trace] = tg.read([record])
@@ -361,7 +359,7 @@ def test_the_prompts_of_an_export_are_counted_one_by_one():
         ([answer_to(str(at), task=each, score=at % 2) for at, each in enumerate("aaabbc")], True),
     ],
 )
-def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, partial, tmp_path):
+def test_the_command_allows_single_traces_if_they_are_expected(records, partial, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in records))
     following = tg.doctor.diagnose(path, MODEL).next_command
@@ -370,14 +368,14 @@ def test_a_command_allows_lone_traces_where_they_are_to_be_expected(records, par
 
 
 @pytest.mark.parametrize(("tasks", "alone"), [("aabb", False), ("aabbc", True)])
-def test_a_command_allows_lone_traces_of_groups_that_were_told(tasks, alone, tmp_path):
+def test_the_command_allows_single_traces_of_given_groups(tasks, alone, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(answer_to("q", task=each, score=at)) + "\n" for at, each in enumerate(tasks)))
     following = tg.doctor.diagnose(path, MODEL, map=config.FieldMap(group="task", reward="score")).next_command
     assert ("--advantage.single_sample_group zero" in following) == alone
 
 
-def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_path):
+def test_rarely_shared_prompts_use_a_batch_baseline(tmp_path):
     path = tmp_path / "x.jsonl"
     rows = [answer_to(prompt, score=at % 3) for at, prompt in enumerate("aabcdefghij")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -388,7 +386,7 @@ def test_prompts_that_hardly_any_record_shares_are_compared_over_the_batch(tmp_p
     assert found.line() == "guess    2 records begin with the same prompt: --map.group prompt", "it is still said"
 
 
-def test_of_several_ratings_that_of_all_is_first_and_a_weight_is_last():
+def test_the_overall_rating_is_first_and_a_weight_is_last():
     rows = [
         answer_to(q, accuracy=at % 5, overall=at % 4, weight=at / 9, tone=at % 3) for at, q in enumerate("aabbaabb")
     ]

@@ -80,13 +80,10 @@ def test_what_the_agent_asked_for_is_not_left_out():
     assert (len(sent), "said 400" in one.error) == (1, True)
 
 
-def test_a_refusal_that_names_no_field_is_an_error():
-    async def run():
-        async with StandIn(without("seed")) as stand, Servers([stand.url], model="m", timeout_s=10) as servers:
-            with pytest.raises(ServerError, match=r"TG-ROLLOUT-058.*seed"):
-                await servers.chat({"messages": USER, "seed": 3, **NEUTRAL}, session="s")
-
-    asyncio.run(run())
+async def test_a_refusal_that_names_no_field_is_an_error():
+    async with StandIn(without("seed")) as stand, Servers([stand.url], model="m", timeout_s=10) as servers:
+        with pytest.raises(ServerError, match=r"TG-ROLLOUT-058.*seed"):
+            await servers.chat({"messages": USER, "seed": 3, **NEUTRAL}, session="s")
     assert fields_in_error("no_top_k, top_p and 'min_p': bad", ["top_k", "top_p", "min_p"]) == ("top_p", "min_p")
 
 
@@ -96,25 +93,21 @@ def test_a_refusal_comes_from_another_process_with_the_names_of_its_fields():
     assert (type(again), str(again), again.names) == (RefusedFields, "the servers refuse top_k", ("top_k",))
 
 
-def test_the_proxy_leaves_a_refused_field_out_too():
-    async def run():
-        records = []
-        async with StandIn(without("top_k", "min_p")) as stand:
-            async with (
-                Proxy(stand.url, key="k" * 20, finished=records.append) as proxy,
-                aiohttp.ClientSession() as client,
-            ):
-                for name in ("one", "two"):
-                    head = {"Authorization": f"Bearer {'k' * 20}"}
-                    place = f"{proxy.url}/s/{name}/v1/chat/completions"
-                    async with client.post(place, json={"messages": USER, "model": "m"}, headers=head) as answer:
-                        assert answer.status == 200
-                    ours = {"messages": USER, "model": "m", "top_k": 5}
-                    async with client.post(place, json=ours, headers=head) as answer:
-                        assert (answer.status, "top_k" in await answer.text()) == (400, True)
-            sent = [body for body in stand.asked("/v1/chat/completions") if body.get("top_k") != 5]
-        return records, sent
-
-    records, sent = asyncio.run(run())
+async def test_the_proxy_leaves_a_refused_field_out_too():
+    records = []
+    async with StandIn(without("top_k", "min_p")) as stand:
+        async with (
+            Proxy(stand.url, key="k" * 20, finished=records.append) as proxy,
+            aiohttp.ClientSession() as client,
+        ):
+            for name in ("one", "two"):
+                head = {"Authorization": f"Bearer {'k' * 20}"}
+                place = f"{proxy.url}/s/{name}/v1/chat/completions"
+                async with client.post(place, json={"messages": USER, "model": "m"}, headers=head) as answer:
+                    assert answer.status == 200
+                ours = {"messages": USER, "model": "m", "top_k": 5}
+                async with client.post(place, json=ours, headers=head) as answer:
+                    assert (answer.status, "top_k" in await answer.text()) == (400, True)
+        sent = [body for body in stand.asked("/v1/chat/completions") if body.get("top_k") != 5]
     assert [sorted({"top_k", "min_p"} & body.keys()) for body in sent] == [["min_p", "top_k"], ["min_p"], [], []]
     assert [call["sampling_defaults"] for record in records for call in record["calls"]] == ["unknown"] * 2

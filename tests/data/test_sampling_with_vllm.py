@@ -1,6 +1,5 @@
 """A real vLLM that takes its sampling from the model's generation_config.json: what requests of ours leave to it."""
 
-import asyncio
 import json
 import shutil
 
@@ -32,22 +31,19 @@ def greedy(request, example, tmp_path_factory):
         yield launched.url
 
 
-def test_a_server_with_the_models_own_sampling_samples_as_the_record_says(greedy):
+async def test_a_server_with_the_models_own_sampling_samples_as_the_record_says(greedy):
     async def ask(task, policy):
         await policy.chat(ASKED, seed=task, max_tokens=16)
 
-    async def run():
-        async with Servers([greedy], model="clerk") as servers:
-            bare = [
-                await servers.chat(
-                    {"messages": ASKED, "temperature": 1.0, "top_p": 1.0, "seed": seed, "max_tokens": 16},
-                    session="bare",
-                )
-                for seed in range(SAMPLES)
-            ]
-            return bare, [await run_rollout(ask, seed, chat=servers.chat) for seed in range(SAMPLES)]
-
-    bare, ours = asyncio.run(run())
+    async with Servers([greedy], model="clerk") as servers:
+        bare = [
+            await servers.chat(
+                {"messages": ASKED, "temperature": 1.0, "top_p": 1.0, "seed": seed, "max_tokens": 16},
+                session="bare",
+            )
+            for seed in range(SAMPLES)
+        ]
+        ours = [await run_rollout(ask, seed, chat=servers.chat) for seed in range(SAMPLES)]
     assert len({each["choices"][0]["message"]["content"] for each in bare}) == 1
     ids = {tuple(each.record["calls"][0]["response"]["choices"][0]["token_ids"]) for each in ours}
     assert len(ids) > SAMPLES // 2

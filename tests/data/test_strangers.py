@@ -5,8 +5,6 @@ files are those of tests/data/strangers (its README says who wrote them), and la
 dumps, written here from the texts beside them.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shlex

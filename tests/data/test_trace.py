@@ -82,12 +82,7 @@ FORMS = {
         False,
     ),
     "placeholders": ({"messages": [USER, said(logprobs={"content": PLACEHOLDERS})]}, True, False, True),
-    "ids beside": (
-        {"messages": [USER, said(token_ids=[19, 151645], logprobs={"content": ENTRIES})]},
-        True,
-        True,
-        True,
-    ),
+    "ids beside": ({"messages": [USER, said(token_ids=[19, 151645], logprobs={"content": ENTRIES})]}, True, True, True),
     "choice": ({"messages": [USER, CHOICE]}, True, True, True),
     "response in a list": ({"messages": [USER, RESPONSE]}, True, True, True),
     "calls": ({"calls": [{"request": {"messages": [USER]}, "response": RESPONSE}]}, True, True, True),

@@ -1,7 +1,5 @@
 """Each finding of the doctor, from real recordings spoiled in one way; what is not spoiled has none."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -20,9 +18,9 @@ def test_recordings_with_nothing_wrong_have_no_finding_two_lines_and_what_comes_
     assert found.findings == ()
     assert (found.exit_code, found.severity) == (0, None)
     line, rewards, blank, reward, between, following = render_lines(found)
-    assert line.startswith("clean    240 traces")
+    assert line.startswith("clean    120 traces")
     told = [each["reward"] for each in recorded()]
-    assert rewards == f"         rewards 0 to 1, mean {sum(told) / 240:.3g}; 30 groups of 8 traces"
+    assert rewards == f"         rewards 0 to 1, mean {sum(told) / 120:.3g}; 15 groups of 8 traces"
     assert reward.startswith('reward   trained on is "reward", the total of each record')
     assert (blank, between, following) == ("", "", f"next     {found.next_command}")
 
@@ -202,8 +200,8 @@ def test_what_reshapes_the_distribution_is_found_of_either_kind_and_what_is_off_
     found = diagnosed(spoiled(with_option(value)), tmp_path)
     assert names(found) == {"reshaped_sampling": "WRONG"}
     assert found.findings[0].hits.description.startswith(f"{name}={value!r}, logprobs {kind}")
-    # The last call of 180 records, and each of the 100 turns of 60 conversations, whose request is that of all turns.
-    assert found.findings[0].hits.count == 280
+    # The last call of 90 records, and each of the 51 turns of 30 conversations, whose request is that of all turns.
+    assert found.findings[0].hits.count == 141
     assert found.next_command.endswith("--out runs/first --objective TOPR_POSITIVE --text-only"), "no ratio is needed"
     assert names(diagnosed(spoiled(with_option(off)), tmp_path)) == {}
 
@@ -260,7 +258,7 @@ def test_groups_with_equal_rewards_are_found(tmp_path):
     found = diagnosed(equal(recorded(), 1), tmp_path)
     assert names(found) == {"equal_rewards": "WRONG"}
     assert "every reward is 1" in found.findings[0].hits.description
-    assert (first(found).line, found.findings[0].hits.count) == (1, 30)
+    assert (first(found).line, found.findings[0].hits.count) == (1, 15)
 
 
 def test_traces_that_stand_alone_in_their_group_are_found(tmp_path):
@@ -286,7 +284,7 @@ def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tm
     found = diagnosed([*records, again], tmp_path)
     assert names(found) == {"duplicated": "COSTS"}
     assert "same logprobs" in found.findings[0].hits.description
-    assert first(found).line == 241
+    assert first(found).line == 121
 
 
 def test_a_stream_that_lost_chunks_is_found_by_its_text_and_by_its_usage(tmp_path):
@@ -388,7 +386,7 @@ def test_a_system_prompt_that_the_template_puts_in_is_found_unless_prompt_ids_co
 def test_stale_policy_versions_are_found(tmp_path):
     records = recorded()
     for at, record in enumerate(records):
-        record["policy_version"] = at // 12
+        record["policy_version"] = at // 6
     found = diagnosed(records, tmp_path)
     assert names(found) == {"stale_versions": "COSTS"}
     assert found.findings[0].hits.description == "version 0, the newest is 19"
@@ -412,12 +410,12 @@ def test_prompts_of_a_held_out_file_are_found(tmp_path):
     from spoil import save
 
     records = recorded()
-    held = save(records[:8] + records[200:208], tmp_path / "held.jsonl")
+    held = save(records[:8] + records[96:104], tmp_path / "held.jsonl")
     found = diagnosed(records, tmp_path, held_out=[str(held)])
     assert names(found) == {"contaminated": "WRONG"}
     assert found.findings[0].hits.count == 16
-    other = save(records[120:], tmp_path / "other.jsonl")
-    assert names(diagnosed(records[:112], tmp_path, held_out=[str(other)])) == {}
+    other = save(records[64:], tmp_path / "other.jsonl")
+    assert names(diagnosed(records[:56], tmp_path, held_out=[str(other)])) == {}
 
 
 def test_a_place_is_one_line_that_an_editor_opens_and_names_no_trace_that_has_no_name():

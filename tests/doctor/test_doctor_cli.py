@@ -1,7 +1,5 @@
 """`tracegrad doctor`: exit codes, what is printed, JSON, and files that are no traces at all."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -31,7 +29,7 @@ def test_a_clean_file_gets_one_line_the_next_command_and_exit_code_0(tmp_path, c
     out = capsys.readouterr().out
     line, *_, reward, _, following = out.splitlines()
     assert reward.startswith('reward   trained on is "reward", the total of each record, ')
-    assert line.startswith("clean    240 traces")
+    assert line.startswith("clean    120 traces")
     assert line.endswith(f"in {path}: nothing found")
     assert following == f"next     tracegrad train {path} --model {MODEL} --out runs/first"
 
@@ -40,7 +38,7 @@ def test_a_wrong_file_gets_its_findings_and_exit_code_1(tmp_path, capsys):
     path = save(spoiled(zero), tmp_path / "zeros.jsonl")
     assert doctor(path) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("reward   ")]
-    assert lines[0].startswith("wrong    240 traces")
+    assert lines[0].startswith("wrong    120 traces")
     around = "training on it as it is would be wrong; the command after `next` avoids the problem"
     assert lines[2] == f"         1 finding; {around}"
     assert lines[4].startswith("WRONG    logprobs filled with one value: ")

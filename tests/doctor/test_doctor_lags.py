@@ -1,7 +1,5 @@
 """The lag test of the doctor: its numbers by hand, its reach on the bundled example."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

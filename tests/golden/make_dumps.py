@@ -14,8 +14,6 @@ dicts: those are written here after their sources.
 The truth beside each file is filled in from the conversation, never read back from the file.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -12,8 +12,6 @@ real vLLM.
 `NAME.truth.json` holds, for each record, what its maker put in: never what our reader made of it.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

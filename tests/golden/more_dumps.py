@@ -1,7 +1,5 @@
 """The makers of make_dumps.py for recorders of API calls, spans and messages; not run alone."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer

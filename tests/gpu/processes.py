@@ -3,8 +3,6 @@
 python processes.py OUT cuda|cpu gloo|nccl RANKS ddp|fsdp
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

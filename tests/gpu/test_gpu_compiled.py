@@ -1,7 +1,5 @@
 """The passes over the vocabulary fused by torch.compile, and compiled layers, beside plain torch on the device."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,7 +1,5 @@
 """The packed forward under flex_attention on the device, beside the dense mask and each branch alone."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import numpy as np

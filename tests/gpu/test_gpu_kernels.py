@@ -1,7 +1,5 @@
 """The Triton kernels beside the torch reference, on the device; interpreted in the rehearsal (TRITON_INTERPRET=1)."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -3,8 +3,6 @@
 `processes.py` beside this file is what each process runs. In the rehearsal both are gloo on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

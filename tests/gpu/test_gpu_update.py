@@ -1,7 +1,5 @@
 """Updates on the device: the same as on the CPU, however a step is cut, under every setting of memory, and resumed."""
 
-from __future__ import annotations
-
 import signal
 
 import numpy as np

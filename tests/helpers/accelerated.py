@@ -3,8 +3,6 @@
 `accelerated.py OUT` leaves the parameters that it began with in OUT/start.pt and those it came to in OUT/PROCESSES.pt.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real S3 API on loopback, with its own errors, for tests of addresses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

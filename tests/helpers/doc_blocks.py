@@ -1,7 +1,5 @@
 """The fenced blocks of README and docs/, and the commands in them as a user would type them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

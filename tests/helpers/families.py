@@ -1,7 +1,5 @@
 """A tiny model with random weights of every causal LM family of transformers, made from its config class alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

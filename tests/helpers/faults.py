@@ -4,8 +4,6 @@
 `resume`, and writes to OUT/found.json which came to what an undisturbed run comes to.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import json
@@ -66,7 +64,7 @@ class _Writing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
-    def __enter__(self) -> _Writing:
+    def __enter__(self) -> "_Writing":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -110,6 +110,12 @@ def _file(path: list[str], module: tuple[str, ...], files: dict[tuple[str, ...],
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    """Parse a file, once for all tests."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def python_imports(package: Path) -> Imports:
     """The imports among the files of a package, by paths beneath it; its own `__init__.py` is left out."""
     files = {path.relative_to(package.parent).with_suffix("").parts: path for path in sorted(package.rglob("*.py"))}
@@ -118,7 +124,7 @@ def python_imports(package: Path) -> Imports:
     imports: Imports = {}
     for path in files.values():
         named: set[tuple[str, ...]] = set()
-        for node in _run(ast.parse(path.read_text())):
+        for node in _run(parsed(path)):
             if isinstance(node, ast.Import):
                 named |= {tuple(alias.name.split(".")) for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:

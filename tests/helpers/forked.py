@@ -1,7 +1,5 @@
 """Traces that share prefixes in every way there is, tiny models, and the gradient of a step: what laws are held on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

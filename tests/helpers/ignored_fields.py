@@ -1,7 +1,5 @@
 """Find the fields of an objective that change no number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

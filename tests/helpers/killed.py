@@ -3,8 +3,6 @@
 `python killed.py OUT KILLS` writes what each came to beside the run that nobody disturbed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

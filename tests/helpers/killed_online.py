@@ -4,8 +4,6 @@
 plan says at moments drawn by its seed, lets the run end, and replays it. OUT/killed.json says what was killed when.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -61,12 +59,7 @@ class Killed:
         config = tg.config.update(CONFIG, [("checkpoint.every_steps", 2)])
         steps = self.plan["steps"]
         options = split(steps=steps, steps_ahead=1, max_tokens=6)
-        told = {
-            "objective": tg.presets.DAPO_DIRECT,
-            "config": config,
-            "servers": [self.url],
-            "out": self.out / "run",
-        }
+        told = {"objective": tg.presets.DAPO_DIRECT, "config": config, "servers": [self.url], "out": self.out / "run"}
         opened = ServerPool.__enter__
 
         def opens(link: ServerPool) -> ServerPool:

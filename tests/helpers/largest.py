@@ -1,7 +1,5 @@
 """The largest tensor that any operation makes: what laws on memory are held by."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 

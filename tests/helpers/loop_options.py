@@ -1,7 +1,5 @@
 """Check options of filters, attention and time limits, rows of test_every_option.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest import mock
 

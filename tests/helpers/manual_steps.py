@@ -1,7 +1,5 @@
 """Give the packed steps of a run that is driven step by step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

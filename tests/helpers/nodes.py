@@ -4,8 +4,6 @@
 machine is a process with a temporary folder of its own; between them is the bucket that AWS_ENDPOINT_URL names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

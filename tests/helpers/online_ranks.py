@@ -3,8 +3,6 @@
 `python online_ranks.py OUT URL...` takes a URL for each of the cases below and writes `rank-N.json` into OUT.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -45,12 +43,7 @@ def case(name: str, url: str, out: Path) -> dict[str, Any]:
         message = await policy.chat(task["prompt"])
         return -float(len(message["content"] or "")) / 10
 
-    told: dict[str, Any] = {
-        "objective": tg.presets.DAPO_DIRECT,
-        "config": config(name),
-        "servers": [url],
-        "out": out,
-    }
+    told: dict[str, Any] = {"objective": tg.presets.DAPO_DIRECT, "config": config(name), "servers": [url], "out": out}
     options = split(**CASES[name][1])
     tasks = iter(questions(count=3)) if name == "tasks" else questions(count=50)
     try:

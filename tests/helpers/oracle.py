@@ -5,8 +5,6 @@ U+FFFD shows nothing, unless it completes a character, and then it shows the tex
 `possible` walks through every id of the vocabulary at every place and keeps what some complete list of ids explains.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """Padded arrays of every policy, random and adversarial, and our loss on them: what the tests of losses share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

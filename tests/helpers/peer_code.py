@@ -3,8 +3,6 @@
 Nothing is transcribed: statements are taken out of the installed source by their first line and executed.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

@@ -5,8 +5,6 @@ was measured of it. If OUT holds the file `every`, they do every case, and four 
 pipes `asked` and `answers`, three processes answer drawn cases, a line of JSON each.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Run a script under several ranks and read what each wrote."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `python ranks_run.py OUT` writes one JSON object; each entry is a case by name and what was measured of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 python tests/helpers/record_pictures.py http://127.0.0.1:8000 MODEL OUT.jsonl
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import sys

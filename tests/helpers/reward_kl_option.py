@@ -1,7 +1,5 @@
 """Check `reward_kl.*`, rows of test_every_option.py."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace

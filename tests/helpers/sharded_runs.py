@@ -1,7 +1,5 @@
 """Write prepared folders and check runs that train from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -43,11 +41,7 @@ def spoken(place):
     logprobs = found.rollout_logprobs.copy()
     logprobs[found.terms[::7]] = np.nan
     version = np.where(found.trainable, np.arange(found.tokens) % 5, -1).astype(np.int32)
-    return prepared(
-        replace(found, rollout_logprobs=logprobs, version=version),
-        place / "prepared",
-        [10, 37, 38, 80],
-    )
+    return prepared(replace(found, rollout_logprobs=logprobs, version=version), place / "prepared", [10, 37, 38, 80])
 
 
 @pytest.fixture(scope="module")

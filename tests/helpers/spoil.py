@@ -1,7 +1,5 @@
 """Recordings of the bundled example, spoiled in one way each, for the tests of the doctor."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ Record = dict[str, Any]
 
 @cache
 def _recorded() -> tuple[bytes, ...]:
-    """Groups of the example without a cut turn, a rewritten history or equal rewards: 30 groups, 240 traces."""
+    """Groups of the example without a cut turn, a rewritten history or equal rewards: 15 groups, 120 traces."""
     traces = tg.read(EXAMPLE / "traces.jsonl.zst", limit=400)
     sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL))
     noted = {traces.groups[i] for i in sequences.alignment_report.trace}
@@ -29,11 +27,11 @@ def _recorded() -> tuple[bytes, ...]:
         here = [i for i, name in enumerate(traces.groups) if name == group]
         noted |= {group} if len({float(traces.reward[i]) for i in here}) == 1 else set()
     kept = [trace.record for trace in traces if trace.group not in noted]
-    return tuple(kept[:240])
+    return tuple(kept[:120])
 
 
 def recorded() -> list[Record]:
-    """240 records with nothing wrong; a fresh copy to spoil."""
+    """120 records with nothing wrong; a fresh copy to spoil."""
     return [json.loads(record) for record in _recorded()]
 
 

@@ -1,6 +1,6 @@
-"""A server in the test process: `StandIn` answers as a test tells it, `Served` by a script in vLLM's shape.
+"""Servers in the test process: `StandIn` returns the answers of a test, `Served` those of a script in vLLM's format.
 
-What a script samples has the ids of the example's tokenizer and template; its logprobs are made up but lasting.
+The answers of a script have the ids of the example's tokenizer and template. Their logprobs are invented and constant.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ def drop(request):
 
 
 async def hang(request):
-    """Say nothing for longer than any test waits."""
+    """Send no answer for longer than any test waits."""
     await asyncio.sleep(3600)
     return web.Response()
 
 
 async def until(condition):
-    """Returns once `condition()` holds: what another task or thread does is waited for, however long it takes."""
+    """Wait until `condition()` is true, for as long as another task or thread needs."""
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it has not come within a minute"
@@ -43,7 +43,7 @@ async def until(condition):
 
 
 def free_port():
-    """A port that nobody has, for a server that begins later: none of those that the system gives out by itself."""
+    """Return an unused port for a server that starts later, outside the range of ephemeral ports."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         try:
@@ -54,7 +54,7 @@ def free_port():
 
 
 class StandIn:
-    """`answer(request, body)` gives a dict (200), an int (that status) or a response; `seen` holds what was asked."""
+    """`answer(request, body)` returns a dict (200), an int (the status) or a response; `seen` has the requests."""
 
     def __init__(self, answer=lambda request, body: CHAT, port=0):
         self.answer, self.port = answer, port
@@ -96,7 +96,7 @@ class StandIn:
 
 
 def good_clerk(prompt):
-    """The script of a clerk who looks up what is needed and answers rightly."""
+    """Return the script of a clerk that makes the needed calls and answers correctly."""
 
     def script(messages):
         answered = sum(message["role"] == "tool" for message in messages)
@@ -113,7 +113,7 @@ def always(text):
 
 
 class Scripted:
-    """Answers chat requests by a script; `seen` holds the bodies, `asked` the sessions and salts."""
+    """Answer chat requests with a script. `seen` has the bodies, `asked` the sessions and salts."""
 
     def __init__(self, example, script, seconds=0.0):
         self.tokenizer = tg.Tokenizer.from_pretrained(example / "model")
@@ -180,7 +180,7 @@ class Scripted:
         }
 
     def chunks(self, body):
-        """The chunks of a stream as vLLM sends them: what was not asked for is null, what says nothing is not sent."""
+        """Return the chunks of a stream of vLLM: fields that are not requested are null, empty chunks are not sent."""
         message, reason, ids = self.message(body)
         logprobs, wanted = body.get("logprobs"), body.get("return_token_ids")
         head = {"id": "chatcmpl-s", "object": "chat.completion.chunk", "created": 1795271306, "model": "clerk"}
@@ -246,12 +246,12 @@ MESSAGE = {
 
 
 class Served(StandIn):
-    """A stand-in that answers by a script; `sent` counts chunks, `dropped` requests whose client went away.
+    """A server with a script; `sent` counts chunks, `dropped` requests whose client disconnected.
 
     Args:
         scripted: answers, while `free` is set.
-        wait_s: before each chunk of a stream, and before a whole answer.
-        spoil: `(path, body, number) -> response or None`: answers in the script's place.
+        wait_s: before each chunk of a stream, and before a complete answer.
+        spoil: `(path, body, number) -> response or None`: replaces the answer of the script.
     """
 
     def __init__(self, scripted, wait_s=0.0, spoil=None):
@@ -281,7 +281,7 @@ class Served(StandIn):
         return compact(RESPONSE if request.path == "/v1/responses" else MESSAGE)
 
     async def waited(self, request):
-        """Waits, and sees whether the client goes away meanwhile."""
+        """Wait, and record if the client disconnects."""
         for _ in range(int(self.wait_s / 0.02)):
             await asyncio.sleep(0.02)
             if request.transport is None:
@@ -305,7 +305,7 @@ class Served(StandIn):
 
 
 def said(value):
-    """JSON as vLLM's server writes it."""
+    """Return JSON in the format of vLLM's server."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

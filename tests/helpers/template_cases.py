@@ -1,7 +1,5 @@
 """Give conversations, tools and chat templates, and render them with transformers."""
 
-from __future__ import annotations
-
 import copy
 import datetime
 import importlib.util

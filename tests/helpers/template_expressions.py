@@ -1,7 +1,5 @@
 """Give expressions of Jinja that chat templates use."""
 
-from __future__ import annotations
-
 # Operators, formats, floats, JSON, and what Python refuses.
 EXPRESSIONS = [
     "1.0 ~ 1e20 ~ 1e-7 ~ 1e16 ~ 1e15 ~ 0.1 ~ [1e20, 1e-7, {'a': 2.5}]",

@@ -1,7 +1,5 @@
 """Draw chat templates from a grammar."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

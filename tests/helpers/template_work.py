@@ -1,7 +1,5 @@
 """Give operands and methods whose work in a template is measured."""
 
-from __future__ import annotations
-
 # Renders each template of its input in a process of its own; writes CPU seconds, growth of peak memory in MiB, outcome.
 MEASURED = """
 import json, os, resource, sys

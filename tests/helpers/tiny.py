@@ -1,7 +1,5 @@
 """A model of 5,000 parameters and traces that it sampled itself, for tests that train."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write small tokenizers, and compare their ids with transformers'."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import itertools

@@ -3,8 +3,6 @@
 `python traffic_run.py OUT` writes one JSON list; each entry is a run: its forecast, and what was counted of it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

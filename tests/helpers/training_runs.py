@@ -1,7 +1,5 @@
 """Train a tiny model, stop it by a signal, and compare two runs."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -3,8 +3,6 @@
 Called by two_nodes.sh. `found OUT` compares the two runs and writes OUT/found.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tiny image-text models with random weights, and rows with pictures for them."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models without weights for tests of alignment: the example's vocabulary under other templates, and records."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Sequence

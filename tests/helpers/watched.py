@@ -1,7 +1,5 @@
 """A training run under watch: what each step was given, what it did to the parameters, and what was written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the doctor says of pictures: what is held and why, and how far off what stands behind them is."""
+"""Findings of the doctor about pictures: which traces are not trained and why, and logprob differences after them."""
 
 import base64
 import io
@@ -101,7 +101,7 @@ def test_rescore_sees_pictures_and_a_true_recording_is_clean(folder, tmp_path):
 
 
 def swapped(records, change):
-    """Records in which the file of each picture is another one."""
+    """Return records with another file for each picture."""
 
     def new(hit):
         return f"data:image/png;base64,{base64.b64encode(change(base64.b64decode(hit[1]))).decode()}"
@@ -116,7 +116,7 @@ def as_jpeg(file):
 
 
 def other_alpha(file):
-    """What a server sees that lays it on another colour than white, as a picture that lies on white."""
+    """Return the picture on white that equals this transparent picture on another background colour."""
     image = Image.open(io.BytesIO(file))
     red, green, blue, alpha = image.split()
     out = io.BytesIO()
@@ -126,7 +126,7 @@ def other_alpha(file):
 
 @pytest.fixture(scope="module")
 def text(folder, tokenizer):
-    """Calls without a picture whose logprobs are the model's own."""
+    """Return calls without a picture, with the logprobs of the model."""
     policy, out = load_full_model(folder), []
     for n in range(4):
         record = call(tokenizer, {"role": "user", "content": f"number {n}"}, sampled=(20 + n, 30, 40, 50), reward=1.0)
@@ -146,7 +146,7 @@ def test_pictures_that_were_written_again_are_further_off_than_text(folder, tmp_
         diagnosed(swapped(golden("one", "two", "four"), as_jpeg) + text, tmp_path, folder, check_logprobs=32)
     )
     seen = found["other_pictures"]
-    assert seen.hits.total == 24  # 8 tokens each, behind pictures
+    assert seen.hits.total == 24  # 8 tokens each, after pictures
     assert seen.hits.first.trace == "one"
     assert re.match(r"0\.\d+ nats on 24 tokens after images, \S+ nats on 16 tokens elsewhere; ", seen.hits.description)
     far, near = (float(each) for each in re.findall(r"(\S+) nats", seen.hits.description))
@@ -164,7 +164,7 @@ def test_transparent_pixels_are_said_where_logprobs_differ(folder, tmp_path):
 
 
 def test_text_that_is_off_as_far_as_pictures_is_another_finding(folder, tmp_path, text):
-    """Another model: what is wrong is not the pixels."""
+    """With another model the pixels are not the cause."""
     off = json.loads(json.dumps(text))
     for record in off:
         for told in record["response"]["choices"][0]["logprobs"]["content"]:
@@ -178,7 +178,7 @@ def test_a_picture_that_cannot_be_decoded_is_found_and_the_others_are_rescored(f
     def cut(file):
         return file[: len(file) * 2 // 3] if file[:4] == b"RIFF" else file
 
-    # The third file is WebP: cut, its header is whole.
+    # The third file is WebP: if it is truncated, its header is complete.
     rows = swapped(golden("one", "two", "adjacent"), cut)
     found = found_in(diagnosed(rows, tmp_path, folder, check_logprobs=32))
     broken = found["broken_pictures"]

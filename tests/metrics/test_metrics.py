@@ -1,7 +1,5 @@
 """Metrics have a definition each, sums have denominators, and rows reach their sinks."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -16,14 +14,7 @@ from tracegrad.errors import ArgumentError, ReadError, TracegradError
 from tracegrad.integrations import metrics as peers
 from tracegrad.metrics import Rows, Sums
 
-ROW = {
-    "step": 1,
-    "loss": 0.5,
-    "ope": 0.4,
-    "ope_low": 0.3,
-    "ope_high": 0.5,
-    "ope_reliable": 1,
-}
+ROW = {"step": 1, "loss": 0.5, "ope": 0.4, "ope_low": 0.3, "ope_high": 0.5, "ope_reliable": 1}
 
 
 def test_the_names_peers_use_are_there_with_their_ratio():

@@ -1,7 +1,5 @@
 """OffPolicy: each number by hand or by numpy, and the same from the parts of a step as from the whole."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import pairwise

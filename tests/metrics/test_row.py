@@ -1,7 +1,5 @@
 """The row of a step: what it says does not depend on how the step was cut into rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 Dynamo and AOTAutograd run as on CUDA; the backend counts graphs and makes no kernels.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

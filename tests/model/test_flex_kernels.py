@@ -5,8 +5,6 @@ Triton compiles the kernels for sm_90. None is run: tests/gpu do that on a devic
 for rows of 64 to 127 tokens, by Inductor alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -214,8 +214,9 @@ def test_the_gradient_by_each_term_is_minus_its_coefficient():
 
 @pytest.mark.parametrize("plan", ["one-pass", "recompute"])
 @pytest.mark.parametrize("bonus", [False, True])
-@pytest.mark.first_cases(1)
-def test_gradcheck_of_the_fused_loss(plan, bonus):
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_gradcheck_of_the_fused_loss(plan, bonus, fast):
+    """`fast` compares the gradient along drawn directions, and otherwise each of its numbers is compared."""
     case = Case(BONUS if bonus else PLAIN)
     how = {"plan": plan, "chunk_bytes": chunks_of(16), "softcap": 2.5, "logit_scale": 0.7}
 
@@ -223,7 +224,8 @@ def test_gradcheck_of_the_fused_loss(plan, bonus):
         found = policy_loss(hidden, weight, case.batch, case.terms, case.objective, bias=bias, **how)
         return 3 * found.loss  # a factor from above
 
-    assert torch.autograd.gradcheck(loss, [v.requires_grad_() for v in (case.hidden, case.weight, case.bias)])
+    inputs = [v.requires_grad_() for v in (case.hidden, case.weight, case.bias)]
+    assert torch.autograd.gradcheck(loss, inputs, fast_mode=fast)
 
 
 # Without a clip or a detached ratio, so that a finite difference sees the gradient that autograd means.
@@ -242,7 +244,8 @@ def test_a_frozen_head_keeps_slopes_for_any_loss(name):
     assert torch.allclose(torch.autograd.grad(ours.loss, hidden)[0], theirs, atol=1e-12)
 
 
-def test_gradcheck_of_the_frozen_head():
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_gradcheck_of_the_frozen_head(fast):
     case = Case(PLAIN)
     how = {"chunk_bytes": chunks_of(16), "softcap": 2.5}
 
@@ -252,8 +255,8 @@ def test_gradcheck_of_the_frozen_head():
     def logp(hidden):
         return token_logprobs(hidden, case.weight, case.batch.target, **how)[0]
 
-    assert torch.autograd.gradcheck(loss, [case.hidden.requires_grad_()])
-    assert torch.autograd.gradcheck(logp, [case.hidden])
+    assert torch.autograd.gradcheck(loss, [case.hidden.requires_grad_()], fast_mode=fast)
+    assert torch.autograd.gradcheck(logp, [case.hidden], fast_mode=fast)
 
 
 def test_a_frozen_head_under_an_entropy_bonus_is_exact_too():

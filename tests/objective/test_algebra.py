@@ -145,10 +145,7 @@ def test_weights_on_opposite_signs_do_not_multiply():
             lambda: Objective(Clip(), OLD, rejections=(Rejection(OLD, high=2.0), Rejection(MISMATCH, high=2.0))),
             "TG-OBJ-019",
         ),
-        (
-            lambda: Objective(PolicyGradient(), rejections=(DropCovariance(0.1, 1.0, 5.0, "microbatch"),)),
-            "TG-OBJ-034",
-        ),
+        (lambda: Objective(PolicyGradient(), rejections=(DropCovariance(0.1, 1.0, 5.0, "microbatch"),)), "TG-OBJ-034"),
         (lambda: Clip(low=-0.2), "TG-OBJ-037"),
         (lambda: Clip(low=1.2), "TG-OBJ-038"),
         (lambda: Clip(dual=0.5), "TG-OBJ-040"),

@@ -1,7 +1,5 @@
 """Configs of other trainers as numbers: loss and gradient of a few tokens, worked out by hand."""
 
-from __future__ import annotations
-
 from math import log
 from typing import Any
 

@@ -7,17 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.errors import ArgumentError
-from tracegrad.objective import (
-    Aggregation,
-    Identity,
-    MaskOutside,
-    Ratio,
-    Reduce,
-    Rejection,
-    Truncate,
-    Weight,
-    presets,
-)
+from tracegrad.objective import Aggregation, Identity, MaskOutside, Ratio, Reduce, Rejection, Truncate, Weight, presets
 from tracegrad.objective.correction import correct, proximal_alpha
 
 NAN = float("nan")

@@ -7,8 +7,6 @@ Unless a row says otherwise theta's logprob is -3 at every term, A is 1, the pol
 PolicyGradient gives 3 w at a term of weight w, Importance -r at one of ratio r.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, is_dataclass, replace
 from math import e, exp, isclose, log
 from typing import Any

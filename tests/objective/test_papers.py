@@ -1,7 +1,5 @@
 """FIPO, ASPO and M2PO beside their formulas, written out term by term in loops."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers that a wrong line in the evaluator would change, worked by hand; options are in test_every_field."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

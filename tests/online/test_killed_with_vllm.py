@@ -75,11 +75,7 @@ def test_ten_kills_of_a_server_lose_nothing(request, example, tmp_path, monkeypa
     steps = ConsumedGroups(tmp_path / "run").steps
     assert sorted(place for step in steps for place in step.groups) == sorted(place for place, _ in played)
     again = tg.online.replay(
-        tmp_path / "run",
-        example / "model",
-        objective=tg.presets.DAPO_DIRECT,
-        config=CONFIG,
-        out=tmp_path / "again",
+        tmp_path / "run", example / "model", objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"
     )
     ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

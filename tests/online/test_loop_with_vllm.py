@@ -26,11 +26,7 @@ def test_each_step_is_proven_and_the_run_is_its_replay(served, example, tmp_path
         assert row["weight_check/max"] < 1e-4
         assert row["tokens_lost"] == 0
     again = tg.online.replay(
-        tmp_path / "run",
-        example / "model",
-        objective=tg.presets.DAPO_DIRECT,
-        config=CONFIG,
-        out=tmp_path / "again",
+        tmp_path / "run", example / "model", objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again"
     )
     ours, theirs = (load_file(each.checkpoint / "model.safetensors") for each in (found, again))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

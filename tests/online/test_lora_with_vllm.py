@@ -1,7 +1,5 @@
 """Adapters in a real vLLM behind the guard: a name for each version is exact, and strangers are sent off."""
 
-import asyncio
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -107,39 +105,33 @@ def test_an_adapter_of_the_step_before_ends_the_run_by_its_name(adapted, example
 CACHED = drawn(range(10, 600), 0, 256)
 
 
-def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(adapted, tuned, tmp_path):
-    async def main():
-        async with Servers([adapted], model="clerk", key=KEY) as servers:
-            sync = Lora(servers, tmp_path, config=tuned[1].to_dict(), keep=2)
-            for version in (1, 2, 3, 4):
-                pushed = await sync.push(moved(tuned, version), version)
-                assert (pushed.updated, pushed.repeated) == ((adapted,), 0)
-                assert servers.model == f"policy-v{version}"
-                said = await ask(servers, CACHED, drawn(range(10, 600), version, 256))
-                assert off(tuned, said) < 1e-4
-            servers.model = "policy-v3"
-            assert off(tuned, await ask(servers, CACHED, CACHED)) > 1e-2
-            # Loaded already, by an answer that was lost: unloaded and loaded once more.
-            assert (await sync.push(moved(tuned, 4), 4)).repeated == 1
-            [models] = await servers.request_all("/v1/models", method="GET")
-            names = [model["id"] for model in models.body["data"]]
-            assert [name for name in names if name.startswith("policy-v")] == ["policy-v3", "policy-v4"]
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v3", "policy-v4"]
-
-    asyncio.run(main())
+async def test_each_version_is_exact_under_its_name_and_the_adapter_before_is_seen(adapted, tuned, tmp_path):
+    async with Servers([adapted], model="clerk", key=KEY) as servers:
+        sync = Lora(servers, tmp_path, config=tuned[1].to_dict(), keep=2)
+        for version in (1, 2, 3, 4):
+            pushed = await sync.push(moved(tuned, version), version)
+            assert (pushed.updated, pushed.repeated) == ((adapted,), 0)
+            assert servers.model == f"policy-v{version}"
+            said = await ask(servers, CACHED, drawn(range(10, 600), version, 256))
+            assert off(tuned, said) < 1e-4
+        servers.model = "policy-v3"
+        assert off(tuned, await ask(servers, CACHED, CACHED)) > 1e-2
+        # Loaded already, by an answer that was lost: unloaded and loaded once more.
+        assert (await sync.push(moved(tuned, 4), 4)).repeated == 1
+        [models] = await servers.request_all("/v1/models", method="GET")
+        names = [model["id"] for model in models.body["data"]]
+        assert [name for name in names if name.startswith("policy-v")] == ["policy-v3", "policy-v4"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v3", "policy-v4"]
 
 
-def test_who_has_no_token_is_sent_off_on_every_path_but_health(adapted):
-    async def main():
-        async with Servers([adapted], model="clerk") as servers:
-            for path in ("/is_paused", "/v1/models", "/metrics", "/server_info", "/docs"):
-                assert [answer.status for answer in await servers.request_all(path, method="GET")] == [401], path
-            for path in ("/pause", "/collective_rpc", "/resume", "/reset_prefix_cache"):
-                assert [answer.status for answer in await servers.request_all(path)] == [401], path
-            assert (await servers.request_all("/health", method="GET"))[0].ok
-            with pytest.raises(ServerError, match=r"TG-ROLLOUT-058.*401"):
-                await servers.chat({"messages": []}, session="s")
-        async with Servers([adapted], model="clerk", key=KEY) as servers:
-            assert (await servers.request_all("/is_paused", method="GET"))[0].body == {"is_paused": False}
-
-    asyncio.run(main())
+async def test_who_has_no_token_is_sent_off_on_every_path_but_health(adapted):
+    async with Servers([adapted], model="clerk") as servers:
+        for path in ("/is_paused", "/v1/models", "/metrics", "/server_info", "/docs"):
+            assert [answer.status for answer in await servers.request_all(path, method="GET")] == [401], path
+        for path in ("/pause", "/collective_rpc", "/resume", "/reset_prefix_cache"):
+            assert [answer.status for answer in await servers.request_all(path)] == [401], path
+        assert (await servers.request_all("/health", method="GET"))[0].ok
+        with pytest.raises(ServerError, match=r"TG-ROLLOUT-058.*401"):
+            await servers.chat({"messages": []}, session="s")
+    async with Servers([adapted], model="clerk", key=KEY) as servers:
+        assert (await servers.request_all("/is_paused", method="GET"))[0].body == {"is_paused": False}

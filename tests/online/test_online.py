@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from collect_run import questions
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG, assert_same, run, weights
 from policy_server import AGAIN, MODEL, PolicyServer
 from stand_in import free_port, until
@@ -28,18 +29,8 @@ from tracegrad.online.buffer import ConsumedGroups, GroupWriter
 from tracegrad.online.collector import GroupFilter
 from tracegrad.storage.run_dir import read_status
 from tracegrad.trainer import checkpoint
-from tracegrad.weight_sync import probe_requests
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few():
-    """Fewer tokens of each server at each check: this one samples one request after the other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe_requests, "TOKENS", 16)
-        patch.setattr(probe_requests, "AT_ONCE", 2)
-        yield
 
 
 def short(prompts, completions, **columns):

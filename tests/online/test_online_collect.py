@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 
 import tracegrad as tg
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG, assert_same, run, split, weights
 from policy_server import MODEL, PolicyServer
 from stand_in import until
@@ -57,12 +58,7 @@ def test_two_collectors_play_for_one_trainer_each_its_share_and_end_with_it(tmp_
     assert 8 <= sum(map(len, played.values())) <= 10  # what staleness 1 lets begin, and no more
     assert sum(len(step.groups) for step in ConsumedGroups(out).steps) == 8
     again = tg.online.replay(
-        out,
-        MODEL,
-        objective=tg.presets.DAPO_DIRECT,
-        config=CONFIG,
-        out=tmp_path / "again",
-        log=lambda _: None,
+        out, MODEL, objective=tg.presets.DAPO_DIRECT, config=CONFIG, out=tmp_path / "again", log=lambda _: None
     )
     assert_same(weights(again.checkpoint), weights(found.checkpoint))
 
@@ -120,10 +116,7 @@ def test_a_trainer_that_goes_on_gives_servers_no_version_that_collectors_are_pas
 
 
 def test_without_a_collector_the_run_says_so(tmp_path):
-    with (
-        PolicyServer() as server,
-        pytest.raises(TracegradError, match=r"TG-ONLINE-026.*1"),
-    ):
+    with PolicyServer() as server, pytest.raises(TracegradError, match=r"TG-ONLINE-026.*1"):
         trained(server, tmp_path / "run", 2, stall_timeout_s=0.5)
     assert RunState.read(tmp_path / "run").is_finished
 

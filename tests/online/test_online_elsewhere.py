@@ -38,28 +38,20 @@ def out(link):
     return {row["url"]: row["out"] for row in link.servers.state()}
 
 
-def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monkeypatch):
-    async def main():
-        async with Versioned("2") as right, Versioned("default") as anew, Versioned(None) as silent:
-            async with Versioned("2") as gone:
-                pass
-            urls = [each.url for each in (right, anew, silent, gone)]
-            monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
-            with ServerPool(lambda: Servers(urls, model="m", probe_s=60)) as link:
-                player = RemoteCollectors(link, StalenessLimit(1), tmp_path, 60, RunState(version=2))
-                await asyncio.to_thread(player.check)
-                assert set(out(link).values()) == {None}  # they were seen a moment ago
-                monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
-                await asyncio.to_thread(player.check)
-                return out(link), urls
-
-    why, (right, anew, silent, gone) = asyncio.run(main())
-    assert why == {
-        right: None,
-        anew: "it reports version default",
-        silent: None,
-        gone: "it reports version None",
-    }
+async def test_a_trainer_sets_aside_servers_that_are_gone_or_began_anew(tmp_path, monkeypatch):
+    async with Versioned("2") as right, Versioned("default") as anew, Versioned(None) as silent:
+        async with Versioned("2") as gone:
+            pass
+        urls = [each.url for each in (right, anew, silent, gone)]
+        monkeypatch.setattr(remote_collectors, "LOOK_S", 3600.0)
+        with ServerPool(lambda: Servers(urls, model="m", probe_s=60)) as link:
+            player = RemoteCollectors(link, StalenessLimit(1), tmp_path, 60, RunState(version=2))
+            await asyncio.to_thread(player.check)
+            assert set(out(link).values()) == {None}  # they were seen a moment ago
+            monkeypatch.setattr(remote_collectors, "LOOK_S", 0.0)
+            await asyncio.to_thread(player.check)
+            why, (right, anew, silent, gone) = out(link), urls
+    assert why == {right: None, anew: "it reports version default", silent: None, gone: "it reports version None"}
 
 
 async def waiting(task, policy):
@@ -67,38 +59,33 @@ async def waiting(task, policy):
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
-    async def main():
-        async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
-            state = RunState(1, 1, 0, (a.url, b.url), "m")
-            state.write(tmp_path)
-            with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
-                player = Collector(
-                    waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1)
-                )
-                interrupt = Interrupt()
-                told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt, ProgressPrinter(print))
-                following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
-                try:
-                    await until(lambda: link.servers.admission is not None)
-                    RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
-                    await until(lambda: out(link)[b.url] is not None)
-                    assert out(link) == {a.url: None, b.url: "it has not received version 2 from the trainer"}
-                    await until(lambda: (link.version, link.next_version, player.steps_done) == (2, 3, 1))
-                    await until(lambda: len(b.asked("/health")) >= 3)
-                    assert out(link)[b.url] is not None  # healthy, with the weights of before
-                    if says:
-                        b.version = "2"
-                    else:
-                        RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
-                    await until(lambda: out(link)[b.url] is None)
-                    RunState(2, 3, 1, (a.url, b.url), "m", is_finished=True).write(tmp_path)
-                    await asyncio.wait_for(asyncio.shield(following), 60)
-                finally:
-                    interrupt.received = signal.SIGTERM
-                    await following
-
-    asyncio.run(main())
+async def test_a_collector_leaves_out_what_a_push_did_not_reach_until_it_has_the_weights(tmp_path, says):
+    async with Versioned("1" if says else None) as a, Versioned("1" if says else None) as b:
+        state = RunState(1, 1, 0, (a.url, b.url), "m")
+        state.write(tmp_path)
+        with ServerPool(lambda: Servers([a.url, b.url], model="m", probe_s=0.02), version=1) as link:
+            player = Collector(waiting, iter([(0, "?")]), link, None, StalenessLimit(1), RolloutConfig(group_size=1))
+            interrupt = Interrupt()
+            told = (tmp_path, state, player, GroupReader(tmp_path / "played"), interrupt, ProgressPrinter(print))
+            following = asyncio.create_task(asyncio.to_thread(collector_process._follow, *told))
+            try:
+                await until(lambda: link.servers.admission is not None)
+                RunState(2, 3, 1, (a.url,), "m").write(tmp_path)
+                await until(lambda: out(link)[b.url] is not None)
+                assert out(link) == {a.url: None, b.url: "it has not received version 2 from the trainer"}
+                await until(lambda: (link.version, link.next_version, player.steps_done) == (2, 3, 1))
+                await until(lambda: len(b.asked("/health")) >= 3)
+                assert out(link)[b.url] is not None  # healthy, with the weights of before
+                if says:
+                    b.version = "2"
+                else:
+                    RunState(2, 3, 1, (a.url, b.url), "m").write(tmp_path)
+                await until(lambda: out(link)[b.url] is None)
+                RunState(2, 3, 1, (a.url, b.url), "m", is_finished=True).write(tmp_path)
+                await asyncio.wait_for(asyncio.shield(following), 60)
+            finally:
+                interrupt.received = signal.SIGTERM
+                await following
 
 
 @pytest.mark.parametrize(

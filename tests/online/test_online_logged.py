@@ -1,7 +1,5 @@
 """Metrics that records bring with them: tool calls and what reward functions logged, by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -3,6 +3,7 @@
 import pytest
 
 import tracegrad as tg
+from few_probes import few  # noqa: F401
 from online_runs import run
 from policy_server import MODEL, PolicyServer
 from tracegrad.errors import ArgumentError
@@ -21,7 +22,7 @@ def test_a_run_by_ids_proves_its_pushes_and_forks_nowhere(tmp_path):
     forks = {}
     for ids in ("token_ids", "messages"):
         with PolicyServer() as server:
-            found = run(server, tmp_path / ids, agent=twice, max_turns=2, temperature=1.5, input=ids)
+            found = run(server, tmp_path / ids, agent=twice, max_turns=2, temperature=1.8, input=ids)
             assert found.stopped == "done"
             assert (server.generated > 0, server.calls > 0) == (ids == "token_ids", ids == "messages")
         assert all(row["weight_check/tokens"] > 0 and row["weight_check/max"] < 1e-4 for row in found.rows)

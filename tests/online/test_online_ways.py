@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import tracegrad as tg
 from collect_run import questions
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG, run
 from policy_server import MODEL, PolicyServer
 from stand_in import StandIn
@@ -121,7 +122,7 @@ def test_the_version_of_a_call_is_that_of_the_adapter_that_it_named(tmp_path):
     assert [call["response"]["model"].rsplit("-v")[1] for call in calls] == [str(c["policy_version"]) for c in calls]
 
 
-def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_for(tmp_path):
+async def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_for(tmp_path):
     loaded = []
 
     def reply(request, body):
@@ -130,25 +131,22 @@ def test_a_server_that_began_anew_gets_the_newest_adapter_and_those_still_asked_
             assert (Path(body["lora_path"]) / "adapter_config.json").is_file()
         return {}
 
-    async def run():
-        async with StandIn(reply) as server, Servers([server.url], model="m", probe_s=0.02) as servers:
-            sync = Lora(servers, tmp_path, config={"r": 2}, keep=2)
-            await sync.push({"lora_A.weight": torch.ones(2)}, 1)
-            with servers.hold_model() as held:
-                for version in (2, 3, 4):
-                    await sync.push({"lora_A.weight": torch.ones(2)}, version)
-                assert (held, servers.model, servers.in_use) == ("policy-v1", "policy-v4", {"policy-v1"})
-                loaded.clear()
-                servers.suspend(server.url, "it began anew")
-                assert await servers.usable(5)
-                assert loaded == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
-            assert servers.in_use == set()
-            await sync.push({"lora_A.weight": torch.ones(2)}, 5)
-            unloaded = [body["lora_name"] for body in server.asked("/v1/unload_lora_adapter")]
-            assert unloaded == ["policy-v1", "policy-v2", "policy-v3"]
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v4", "policy-v5"]
-
-    asyncio.run(run())
+    async with StandIn(reply) as server, Servers([server.url], model="m", probe_s=0.02) as servers:
+        sync = Lora(servers, tmp_path, config={"r": 2}, keep=2)
+        await sync.push({"lora_A.weight": torch.ones(2)}, 1)
+        with servers.hold_model() as held:
+            for version in (2, 3, 4):
+                await sync.push({"lora_A.weight": torch.ones(2)}, version)
+            assert (held, servers.model, servers.in_use) == ("policy-v1", "policy-v4", {"policy-v1"})
+            loaded.clear()
+            servers.suspend(server.url, "it began anew")
+            assert await servers.usable(5)
+            assert loaded == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
+        assert servers.in_use == set()
+        await sync.push({"lora_A.weight": torch.ones(2)}, 5)
+        unloaded = [body["lora_name"] for body in server.asked("/v1/unload_lora_adapter")]
+        assert unloaded == ["policy-v1", "policy-v2", "policy-v3"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy-v4", "policy-v5"]
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_asked(tmp_path):

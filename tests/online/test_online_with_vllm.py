@@ -67,25 +67,22 @@ async def asked(servers, version):
     return await ask(servers, CACHED, drawn(range(10, 600), 1000 + version, 256))
 
 
-def test_what_is_sampled_after_a_push_is_the_trainers(served, trainer, tmp_path):
-    async def run():
-        async with opened(served) as servers:
-            sync = File(servers, tmp_path)
-            await sync.push(trainer.weights(0), 0)
-            seconds, offs = [], []
-            for version in range(1, 12):
-                before = await asked(servers, version)  # their keys and values are cached now
-                pushed = await sync.push(trainer.weights(version), version)
-                said = await asked(servers, version)
-                assert {tuple(one.prompt_ids) for one in said} == {tuple(one.prompt_ids) for one in before}
-                seconds.append(pushed.seconds)
-                offs.append(trainer.off(version, said))
-                assert trainer.off(version - 1, said) > SEEN
-            print(f"\npause to resume, median of {len(seconds)}: {statistics.median(seconds):.3f} s")
-            print(f"max |server - trainer| {max(offs):.1e}")
-            assert max(offs) < EXACT
-
-    asyncio.run(run())
+async def test_what_is_sampled_after_a_push_is_the_trainers(served, trainer, tmp_path):
+    async with opened(served) as servers:
+        sync = File(servers, tmp_path)
+        await sync.push(trainer.weights(0), 0)
+        seconds, offs = [], []
+        for version in range(1, 12):
+            before = await asked(servers, version)  # their keys and values are cached now
+            pushed = await sync.push(trainer.weights(version), version)
+            said = await asked(servers, version)
+            assert {tuple(one.prompt_ids) for one in said} == {tuple(one.prompt_ids) for one in before}
+            seconds.append(pushed.seconds)
+            offs.append(trainer.off(version, said))
+            assert trainer.off(version - 1, said) > SEEN
+        print(f"\npause to resume, median of {len(seconds)}: {statistics.median(seconds):.3f} s")
+        print(f"max |server - trainer| {max(offs):.1e}")
+        assert max(offs) < EXACT
 
 
 async def running(url):
@@ -134,17 +131,13 @@ def test_requests_in_flight_survive_a_push_and_each_token_is_of_the_version_it_n
     assert crossed
 
 
-def test_an_old_cache_is_seen_where_it_is_not_cleared(served, trainer, tmp_path):
-    async def run():
-        async with opened(served) as servers:
-            await File(servers, tmp_path).push(trainer.weights(30), 30)
-            await asked(servers, 30)
-            await File(servers, tmp_path, clear_cache=False).push(trainer.weights(31), 31)
-            said = await asked(servers, 31)
-            fresh = await ask(servers, CACHED, CACHED, salt="v31")
-            return said, fresh
-
-    said, fresh = asyncio.run(run())
+async def test_an_old_cache_is_seen_where_it_is_not_cleared(served, trainer, tmp_path):
+    async with opened(served) as servers:
+        await File(servers, tmp_path).push(trainer.weights(30), 30)
+        await asked(servers, 30)
+        await File(servers, tmp_path, clear_cache=False).push(trainer.weights(31), 31)
+        said = await asked(servers, 31)
+        fresh = await ask(servers, CACHED, CACHED, salt="v31")
     cached, new = ([one for one in said if one.number == number] for number in (0, 1))
     print(f"\nstale cache: off by {trainer.off(31, cached):.3f}; with a salt {trainer.off(31, fresh):.1e}")
     assert trainer.off(31, cached) > SEEN
@@ -152,7 +145,7 @@ def test_an_old_cache_is_seen_where_it_is_not_cleared(served, trainer, tmp_path)
     assert trainer.off(31, fresh) < EXACT
 
 
-def test_an_old_head_is_seen_where_it_is_not_packed_again(served, trainer, example, tmp_path):
+async def test_an_old_head_is_seen_where_it_is_not_packed_again(served, trainer, example, tmp_path):
     """vLLM's own reload of weights on CPU leaves the packed copy of a tied head as it was."""
     model = tmp_path / "model"
     model.mkdir()
@@ -160,20 +153,16 @@ def test_an_old_head_is_seen_where_it_is_not_packed_again(served, trainer, examp
         if (example / "model" / name).exists():
             (model / name).write_bytes((example / "model" / name).read_bytes())
     save_file(trainer.weights(41), model / "model.safetensors", metadata={"format": "pt"})
-
-    async def run():
-        async with opened(served) as servers:
-            sync = File(servers, tmp_path / "weights")
-            await sync.push(trainer.weights(40), 40)
-            told = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
-            for path, body in [("/pause?mode=keep", None), ("/collective_rpc", told), ("/resume", None)]:
-                [answer] = await servers.request_all(path, body)
-                assert answer.ok, answer.words
-            old = await asked(servers, 41)
-            await sync.push(trainer.weights(41), 41)
-            return old, await asked(servers, 41)
-
-    old, said = asyncio.run(run())
+    async with opened(served) as servers:
+        sync = File(servers, tmp_path / "weights")
+        await sync.push(trainer.weights(40), 40)
+        told = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        for path, body in [("/pause?mode=keep", None), ("/collective_rpc", told), ("/resume", None)]:
+            [answer] = await servers.request_all(path, body)
+            assert answer.ok, answer.words
+        old = await asked(servers, 41)
+        await sync.push(trainer.weights(41), 41)
+        said = await asked(servers, 41)
     print(f"\nold head: off by {trainer.off(41, old):.3f}; packed again {trainer.off(41, said):.1e}")
     assert trainer.off(41, old) > SEEN
     assert trainer.off(41, said) < EXACT
@@ -201,26 +190,21 @@ def unknown(weights, path):
 
 
 @pytest.mark.parametrize("spoil", [torn, lacking, partly, misshapen, unknown])
-def test_an_update_that_fails_is_said_and_the_next_one_is_exact(served, trainer, tmp_path, spoil):
+async def test_an_update_that_fails_is_said_and_the_next_one_is_exact(served, trainer, tmp_path, spoil):
     """The next request after a half update would end vLLM: the server stays paused, and takes another one."""
     spoil(trainer.weights(51), tmp_path / "spoilt.safetensors")
+    from tracegrad.weight_sync import SyncError
 
-    async def run():
-        from tracegrad.weight_sync import SyncError
-
-        async with opened(served) as servers:
-            await File(servers, tmp_path).push(trainer.weights(50), 50)
-            with pytest.raises(SyncError) as error:
-                await File(servers, tmp_path).push(tmp_path / "spoilt.safetensors", 51)
-            print(f"\n{error.value}")
-        async with opened(served) as servers:
-            [paused] = await servers.request_all("/is_paused", method="GET")
-            assert paused.body == {"is_paused": True}
-            pushed = await File(servers, tmp_path).push(trainer.weights(52), 52)
-            said = await asked(servers, 52)
-            return pushed, said
-
-    pushed, said = asyncio.run(run())
+    async with opened(served) as servers:
+        await File(servers, tmp_path).push(trainer.weights(50), 50)
+        with pytest.raises(SyncError) as error:
+            await File(servers, tmp_path).push(tmp_path / "spoilt.safetensors", 51)
+        print(f"\n{error.value}")
+    async with opened(served) as servers:
+        [paused] = await servers.request_all("/is_paused", method="GET")
+        assert paused.body == {"is_paused": True}
+        pushed = await File(servers, tmp_path).push(trainer.weights(52), 52)
+        said = await asked(servers, 52)
     assert pushed.updated == (served,)
     assert trainer.off(52, said) < EXACT
 
@@ -237,40 +221,31 @@ class Failing(Servers):
         return await super().request(url, path, body, **options)
 
 
-def test_a_failed_update_is_sent_once_more_while_requests_wait(served, trainer, tmp_path):
-    async def run():
-        async with Failing([served], model="clerk") as servers:
-            sync = File(servers, tmp_path)
-            servers.failed = True
-            await sync.push(trainer.weights(60), 60)
-            servers.failed = False
-            waiting = asyncio.ensure_future(
-                servers.chat({"messages": [{"role": "user", "content": "hi"}]}, session="s")
-            )
-            pushed = await sync.push(trainer.weights(61), 61)
-            await waiting
-            return pushed, await asked(servers, 61)
-
-    pushed, said = asyncio.run(run())
+async def test_a_failed_update_is_sent_once_more_while_requests_wait(served, trainer, tmp_path):
+    async with Failing([served], model="clerk") as servers:
+        sync = File(servers, tmp_path)
+        servers.failed = True
+        await sync.push(trainer.weights(60), 60)
+        servers.failed = False
+        waiting = asyncio.ensure_future(servers.chat({"messages": [{"role": "user", "content": "hi"}]}, session="s"))
+        pushed = await sync.push(trainer.weights(61), 61)
+        await waiting
+        said = await asked(servers, 61)
     assert (pushed.updated, pushed.repeated) == ((served,), 1)
     assert trainer.off(61, said) < EXACT
 
 
-def test_an_update_that_a_dead_trainer_left_open_is_closed_first(served, trainer, tmp_path):
+async def test_an_update_that_a_dead_trainer_left_open_is_closed_first(served, trainer, tmp_path):
     save_file(trainer.weights(71), tmp_path / "half.safetensors")
-
-    async def run():
-        async with opened(served) as servers:
-            for path, body in [("/pause?mode=keep", None), ("/start_weight_update", None)]:
-                assert (await servers.request_all(path, body))[0].ok
-            told = {"update_info": {"path": str(tmp_path / "half.safetensors")}}
-            assert (await servers.request_all("/update_weights", told))[0].ok
-        async with opened(served) as servers:
-            pushed = await File(servers, tmp_path).push(trainer.weights(72), 72)
-            assert pushed.updated == (served,)
-            return await asked(servers, 72)
-
-    assert trainer.off(72, asyncio.run(run())) < EXACT
+    async with opened(served) as servers:
+        for path, body in [("/pause?mode=keep", None), ("/start_weight_update", None)]:
+            assert (await servers.request_all(path, body))[0].ok
+        told = {"update_info": {"path": str(tmp_path / "half.safetensors")}}
+        assert (await servers.request_all("/update_weights", told))[0].ok
+    async with opened(served) as servers:
+        pushed = await File(servers, tmp_path).push(trainer.weights(72), 72)
+        assert pushed.updated == (served,)
+        assert trainer.off(72, await asked(servers, 72)) < EXACT
 
 
 def test_the_canary_samples_as_the_run_does(served, trainer, tmp_path):

@@ -1,7 +1,5 @@
 """Give ART's padded, shifted inputs of a loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

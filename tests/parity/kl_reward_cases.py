@@ -1,7 +1,5 @@
 """Run functions taken from verl's installed source, and give their rows."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from importlib.util import find_spec

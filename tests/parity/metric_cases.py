@@ -1,7 +1,5 @@
 """Cases for peers' metrics: padded logprobs with everything that goes wrong, measured in two parts and merged."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import math

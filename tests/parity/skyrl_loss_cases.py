@@ -1,7 +1,5 @@
 """Call SkyRL's own losses and give ours for them."""
 
-from __future__ import annotations
-
 import pytest
 
 from padded import per_position

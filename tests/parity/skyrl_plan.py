@@ -1,7 +1,5 @@
 """SkyRL's options as values of the algebra, and the configuration objects that its functions read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """ART's `loss_fn` beside ours: its two losses, four ratio levels, shifts of the advantage, masks and truncation."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """ART's metrics beside ours: loss_fn of openpipe-art 0.5.18, and the diagnostics that later releases have."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups without spread and rewards of what was cut off: from records to loss and gradient, beside verl and SkyRL."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import replace
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Both stand in modules that import a whole trainer: the functions alone are taken out of their files and executed.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

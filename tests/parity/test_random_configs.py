@@ -3,8 +3,6 @@
 What a name may excuse is said here, with its size where it has one; all else must be equal to 1e-6.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

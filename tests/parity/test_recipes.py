@@ -1,7 +1,5 @@
 """Recipes of peers' configs: read from their own classes, and each option's value beside their own loss."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase

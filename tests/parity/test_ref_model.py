@@ -1,7 +1,5 @@
 """TRL's `sync_ref_model`: its callback on the weights of a run, beside the reference that the run measured."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """KL in the reward of a run beside verl's `apply_kl_penalty` and the advantages of its GRPO, batch after batch."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -3,8 +3,6 @@
 Statements of functions that take a whole batch of theirs are taken out and executed, as for TRL.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """SkyRL's losses, off-policy correction, reductions and KL estimators beside ours. Its ratios are float32."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """SkyRL's metrics beside ours: off-policy correction, policy losses, logprob differences of worker and trainer."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -75,11 +73,7 @@ def test_minibatch_differences(close, fired, kind):
 def test_policy_differences(close, fired, kind):
     data = drawn(kind)
     given = {"loss_mask": data.mask.double(), "rollout_logprobs": data.rollout}
-    scope = {
-        "training_input": given,
-        "action_log_probs": data.old,
-        "self": SimpleNamespace(all_metrics={}),
-    }
+    scope = {"training_input": given, "action_log_probs": data.old, "self": SimpleNamespace(all_metrics={})}
     run_statement("skyrl.train.trainer", "if training_input.get('rollout_logprobs', None) is not None", scope)
     ours = merged(data, lambda rows, part: metrics.as_skyrl_policy(part(data.old), part(data.rollout), rows))
     compare(close, fired, "SkyRL", ours, scope["self"].all_metrics)

@@ -1,7 +1,5 @@
 """TRL over several micro-batches, its experimental trainers, and where its numbers are undefined."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """TRL 1.16's `_compute_loss` beside ours: every loss, level, vLLM mode, mask, penalty and bonus, alone and together."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -10,16 +8,8 @@ import torch
 
 from padded import hard, run
 from peer_code import trl_loss
-from tracegrad.objective import (
-    with_beta,
-)
-from trl_loss_cases import (
-    LEVELS,
-    LOSSES,
-    Case,
-    given,
-    theirs,
-)
+from tracegrad.objective import with_beta
+from trl_loss_cases import LEVELS, LOSSES, Case, given, theirs
 
 CLIPPED = LOSSES[:5]
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

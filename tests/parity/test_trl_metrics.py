@@ -1,7 +1,5 @@
 """TRL's metrics beside ours: `_compute_loss` as it is, and statements of the generation step."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from types import SimpleNamespace

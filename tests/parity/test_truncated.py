@@ -1,7 +1,5 @@
 """Traces that were cut off, masked from records to loss and gradient, beside what TRL and SkyRL do with them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

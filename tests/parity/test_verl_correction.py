@@ -1,7 +1,5 @@
 """verl's rollout correction beside ours: importance weights and rejection masks, alone and together."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

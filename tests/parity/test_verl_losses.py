@@ -1,7 +1,5 @@
 """verl's policy losses beside ours, with every aggregation, weight and rejection, and its KL estimators."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import NamedTuple

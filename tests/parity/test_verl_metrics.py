@@ -1,7 +1,5 @@
 """verl's metrics beside ours: rollout_corr_helper and the policy losses of core_algos, every key they return."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

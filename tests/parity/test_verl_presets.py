@@ -1,7 +1,5 @@
 """verl's bypass mode and its nineteen rollout-correction presets, each run through verl's own pipeline, beside ours."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Give the losses of TRL that are compared, and their inputs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Give padded rows of answers that were cut off."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """verl's rollout correction and actor options as values of the algebra, and the objects its functions ask for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tracegrad.objective import Aggregation, MaskOutside, Ratio, Reduce, Rejection, Truncate, Weight

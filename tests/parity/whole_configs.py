@@ -3,8 +3,6 @@
 Nothing of a peer is transcribed but SkyRL's sum of its loss, KL loss and bonus, which stands within its worker.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -105,10 +103,10 @@ def verl(case: Mapping[str, Any], data: Mapping[str, Tensor]) -> Numbers:
 class _Batch(dict[str, Any]):
     """What verl's loss asks of a TensorDict."""
 
-    def select(self, *_: str) -> _Batch:
+    def select(self, *_: str) -> "_Batch":
         return self
 
-    def to_padded_tensor(self) -> _Batch:
+    def to_padded_tensor(self) -> "_Batch":
         return self
 
 

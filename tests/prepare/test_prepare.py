@@ -1,6 +1,4 @@
-"""Prepared folders: cut by content, whole or refused, gone on with to the same bytes, written by one at a time."""
-
-from __future__ import annotations
+"""Prepared folders: shards by content, refusal of incomplete folders, resuming to the same bytes, and one writer."""
 
 import json
 import os
@@ -47,7 +45,7 @@ def traces(example, tmp_path_factory):
 
 @pytest.fixture
 def prepared(example, traces, tmp_path):
-    """Makes and goes on with `tmp_path/o`."""
+    """Return a function that prepares or resumes `tmp_path/o`."""
 
     def make(resume=False, source=traces, data=Data(), shard_traces=8):  # noqa: B008 (frozen)
         model = example / "model"
@@ -57,7 +55,7 @@ def prepared(example, traces, tmp_path):
 
 
 def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(example, prepared, tmp_path):
-    """Its prompt has an id beyond the vocabulary. `prepare` refused all traces for the sake of one."""
+    """Its prompt has an id outside the vocabulary. An earlier `prepare` refused all traces because of one."""
     ids = [[5, 6], [5, 99999], [5, 7], [99999]]
     records = [
         {"prompt_ids": prompt, "completion_ids": [8, 9], "logprobs": [-0.5, -0.25], "reward": row, "group": "a"}
@@ -77,7 +75,7 @@ def test_a_trace_of_which_nothing_is_left_stands_between_those_that_are_trained(
 
 
 def places_of(value, place=()):
-    """Where a value of JSON holds others."""
+    """Yield the paths of all values in a JSON value."""
     yield place
     inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     for key, each in inner:
@@ -85,7 +83,7 @@ def places_of(value, place=()):
 
 
 def with_value(value, place, new):
-    """A copy of JSON with one value replaced."""
+    """Return a copy of a JSON value with one value replaced."""
     if not place:
         return new
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -94,7 +92,7 @@ def with_value(value, place, new):
 
 
 def test_every_value_of_a_shards_names_that_is_of_another_kind_is_an_error(prepared, tmp_path):
-    """Sealed by the checksums of the manifest, as a forger would: an AttributeError stopped a fuzzer after minutes."""
+    """With correct checksums in the manifest. A fuzzer found an AttributeError here."""
     prepared(shard_traces=100)
     shard = tmp_path / "o" / "shard-00000"
     told = json.loads((shard / "sequences.json").read_text())
@@ -118,7 +116,7 @@ def test_every_value_of_a_shards_names_that_is_of_another_kind_is_an_error(prepa
     assert refused > len(places) * 6
 
 
-# --- where shards are cut ---
+# --- boundaries of shards ---
 
 
 def some(groups, sizes):
@@ -148,11 +146,11 @@ def test_shards_are_cut_by_what_stands_in_the_traces_and_not_by_how_they_came(ro
 
 def test_a_group_stays_in_one_shard_until_it_is_too_large():
     parts = shards_of([some(["a"] * 3 + ["b"] * 9 + [None] * 2, [1] * 14)], 2)
-    # a: 3 traces. b: at most 4 times 2 in a shard; the ninth goes on alone and is joined by one without a group.
+    # a: 3 traces. b: at most 4 times 2 in a shard; the ninth is in the next shard, with a trace without a group.
     assert [len(part) for part in parts] == [3, 8, 2, 1]
 
 
-# --- whole or refused ---
+# --- complete or refused ---
 
 
 def test_a_prepared_folder_says_what_is_in_it(prepared, tmp_path, traces, example):
@@ -177,17 +175,17 @@ def test_training_on_a_part_of_the_shards_is_refused_with_the_cure(prepared, tmp
     assert main(train) == 1
     assert "shard-00001 is missing" in capsys.readouterr().err
     (tmp_path / "gone").rename(tmp_path / "o" / "shard-00001")
-    (tmp_path / "o" / "shard-00002").rename(tmp_path / "gone")  # what is left has no gap
+    (tmp_path / "o" / "shard-00002").rename(tmp_path / "gone")  # the remaining numbers have no gap
     (tmp_path / "o" / "manifest.json").unlink()
     assert main(train) == 1
     assert "contains 2 shards and no manifest.json" in capsys.readouterr().err
 
 
-# --- going on ---
+# --- resume ---
 
 
 def rewritten(shard):
-    """Other values of the same length, which a shard may have."""
+    """Write other valid values of the same length."""
     arrays, metadata = safetensors_file.read(shard / "sequences.safetensors")
     safetensors_file.write(shard / "sequences.safetensors", {**arrays, "version": arrays["version"] + 1}, metadata)
 
@@ -258,11 +256,11 @@ def test_standard_input_cannot_be_gone_on_with(example, tmp_path, monkeypatch):
         run_of_parts._begin(LocalOutput(tmp_path), plan, True)
 
 
-# --- one at a time ---
+# --- one writer ---
 
 
 def test_a_second_prepare_is_refused_while_the_first_runs_and_not_when_it_was_killed(prepared, tmp_path, example):
-    """The first waits for its traces, which come through a pipe that nobody fills."""
+    """The first process waits for traces from a pipe without a writer."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     cli = ("-m", "tracegrad.cli", "prepare", pipe, "--model", example / "model", "--out", tmp_path / "o")
@@ -276,7 +274,7 @@ def test_a_second_prepare_is_refused_while_the_first_runs_and_not_when_it_was_ki
     finally:
         first.send_signal(signal.SIGKILL)
         first.communicate()
-    assert prepared().traces == 24  # the lock went with the process
+    assert prepared().traces == 24  # the lock ended with the process
 
 
 def test_of_two_that_start_together_one_writes_and_one_is_refused(tmp_path, traces, example):

@@ -1,7 +1,5 @@
 """Prepared folders at addresses: written there and read from there, on a real S3 API on loopback."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs in parts: cut by what stands in them, and done by any number of processes to the same bytes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,9 +1,7 @@
-"""Parts through Ray Data: the same bytes as here, on one node and on two, also when an actor is lost.
+"""Parts through Ray Data: the same bytes as without Ray, on one node and on two, and after an actor was killed.
 
-Nightly: a local cluster takes some 20 s to start. Ray is no part of the test extra, as it takes 200 MB on the disk.
+Nightly: a local cluster needs about 20 s to start. Ray is not in the test extra, because it needs 200 MB of disk.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -51,21 +49,21 @@ def make(example, tmp_path):
     return made
 
 
-def test_without_ray_the_flag_names_the_extra(make, monkeypatch):
+def test_ray_address_without_ray_names_the_extra(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ArgumentError, match="TG-PREPARE-008"):
         make("o", ray_address="")
 
 
 def closed_port():
-    """A port of loopback at which nobody listens."""
+    """Return a loopback port without a listener."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(make, tmp_path, scheme):
+def test_an_unreachable_address_is_refused_before_files_are_written(make, tmp_path, scheme):
     address, began = f"{scheme}127.0.0.1:{closed_port()}", time.monotonic()
     with pytest.raises(ArgumentError, match=rf"TG-PREPARE-007.*{address}"):
         make("o", ray_address=address)
@@ -73,7 +71,7 @@ def test_an_address_that_nobody_answers_is_refused_before_anything_is_written(ma
     assert not (tmp_path / "o").exists()
 
 
-def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkeypatch):
+def test_an_unreachable_address_of_the_environment_is_named(make, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port()}")
     with pytest.raises(ArgumentError, match=r"TG-PREPARE-007.*RAY_ADDRESS.*127\.0\.0\.1:"):
         make("o", ray_address="")
@@ -81,8 +79,8 @@ def test_an_address_of_the_environment_that_nobody_answers_is_named(make, monkey
         make("o", ray_address="[::1]:1")
 
 
-def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, monkeypatch):
-    """Who is asked is a process, as the one that asks could not be interrupted within Ray."""
+def test_a_listener_that_is_not_a_cluster_is_refused_in_time(make, monkeypatch):
+    """A subprocess connects, because a call into Ray cannot be interrupted."""
     monkeypatch.setattr(ray_backend, "ANSWER_S", 2.0)
     monkeypatch.setattr(ray_backend, "_JOIN", "import time; time.sleep(60)")
     monkeypatch.setattr(
@@ -97,12 +95,12 @@ def test_who_listens_and_is_no_cluster_is_refused_within_the_time_it_has(make, m
         monkeypatch.setattr(ray_backend, "_JOIN", "raise ConnectionError('no cluster of this version')")
         with pytest.raises(ArgumentError, match=rf"TG-PREPARE-021.*{address}"):
             ray_backend.check(address)
-        ray_backend.check("")  # none was told and none was found: one is started
+        ray_backend.check("")  # no address is given or found, so a cluster is started
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.nightly
-def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, monkeypatch):
+def test_connecting_to_another_listener_does_not_wait_for_ray(ray, make, monkeypatch):
     monkeypatch.setattr(ray_backend, "ANSWER_S", 10.0)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -111,8 +109,8 @@ def test_ray_itself_is_not_waited_for_where_somebody_else_listens(ray, make, mon
             make("o", ray_address=f"127.0.0.1:{silent.getsockname()[1]}")
 
 
-def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, example, tmp_path, monkeypatch):
-    """What an actor does, without a cluster: it goes to the folder of the one that asks."""
+def test_an_actor_prepares_parts_and_returns_errors(make, example, tmp_path, monkeypatch):
+    """Run an actor without a cluster: it changes to the folder of its caller."""
     monkeypatch.chdir(tmp_path)
     make("one")
     parts, _ = prepare.split_inputs(str(tmp_path / "t.jsonl"), 40_000)
@@ -129,8 +127,8 @@ def test_an_actor_does_the_parts_that_it_is_given_and_sends_errors_back(make, ex
     assert (part, type(error), error.line) == (parts[0], FormatError, 1)
 
 
-def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, example, tmp_path, monkeypatch):
-    """Actors of a cluster that was started elsewhere stand in another folder."""
+def test_an_actor_resolves_paths_from_the_folder_of_its_caller(make, example, tmp_path, monkeypatch):
+    """Actors of a cluster that was started in another folder have that working directory."""
     (tmp_path / "model").symlink_to(example / "model")
     monkeypatch.chdir(tmp_path)
     prepare.prepare("t.jsonl", Path("model"), Data(), "one", shard_traces=8, part_bytes=40_000)
@@ -149,14 +147,14 @@ def test_an_actor_reads_and_writes_by_the_paths_of_the_one_that_asks(make, examp
 def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
     lines = (tmp_path / "t.jsonl").read_bytes().splitlines(keepends=True)
     dealt = tmp_path / "dealt.jsonl"
-    dealt.write_bytes(b"".join(lines[0::2] + lines[1::2]))  # so that groups stand in several parts
+    dealt.write_bytes(b"".join(lines[0::2] + lines[1::2]))  # so that groups are in several parts
     one = make("one", dealt)
     account = make("ray", dealt, ray_address="", workers=2)
     assert contents(tmp_path / "ray") == contents(tmp_path / "one")
     assert account.parts > 2
     assert account.lines() == one.lines()
     assert account.cut_groups == one.cut_groups > 0
-    assert not ray.is_initialized()  # the cluster was started for this, and is gone with it
+    assert not ray.is_initialized()  # the cluster that was started for this call is stopped
     (tmp_path / "bad.jsonl").write_bytes((tmp_path / "t.jsonl").read_bytes() + b"{\n" * 10)
     with pytest.raises(FormatError, match=r"TG-FORMAT-.*bad\.jsonl:65: ") as found:
         make("bad", tmp_path / "bad.jsonl", ray_address="")
@@ -164,18 +162,18 @@ def test_a_local_cluster_writes_the_same_bytes(ray, make, tmp_path):
 
 
 class Unknown(ray_backend.Preparer):
-    """Which no actor can import."""
+    """A class that no actor can import."""
 
 
 @pytest.mark.nightly
-def test_what_the_cluster_lacks_is_said_in_a_line(ray, make, monkeypatch):
+def test_a_package_that_the_cluster_lacks_is_one_error_line(ray, make, monkeypatch):
     monkeypatch.setattr(ray_backend, "Preparer", Unknown)
     with pytest.raises(TracegradError, match=r"TG-PREPARE-006.*ModuleNotFoundError: .*'test_prepare_ray'"):
         make("o", ray_address="")
 
 
 def actors():
-    """Processes below this one that are actors of Ray Data."""
+    """Return the child processes that are actors of Ray Data."""
     found, below = [], {os.getpid()}
     for line in subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout.split(
         "\n"
@@ -188,7 +186,7 @@ def actors():
 
 
 @pytest.mark.nightly
-def test_two_nodes_write_the_same_bytes_also_when_an_actor_is_killed(ray, make, tmp_path):
+def test_two_nodes_write_the_same_bytes_if_an_actor_is_killed(ray, make, tmp_path):
     from ray.cluster_utils import Cluster
 
     make("one")
@@ -214,7 +212,7 @@ def test_two_nodes_write_the_same_bytes_also_when_an_actor_is_killed(ray, make, 
 
 
 @pytest.mark.nightly
-def test_the_page_s_example_of_ray_runs(ray, example, tmp_path, monkeypatch):
+def test_the_ray_example_of_the_docs_runs(ray, example, tmp_path, monkeypatch):
     page = "how-to/prepare-with-your-engine.md"
     [block] = [block for block in blocks("python") if block.page == page and "ray.data" in block.text]
     tg.write(tg.read(example / "traces.jsonl.zst", limit=64), tmp_path / "traces.jsonl")

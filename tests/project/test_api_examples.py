@@ -4,8 +4,6 @@ Doctests run in `make test` with `--doctest-modules`. A block of Python is for w
 here it is compiled, its names are looked up, and its calls are compared with the signatures.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dis

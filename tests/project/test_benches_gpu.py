@@ -1,7 +1,5 @@
 """benches/gpu at tiny sizes on a CPU: rows run, beside the peers that run here, and they compute the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""Every block of code in README and docs/ runs, or says why it does not."""
-
-from __future__ import annotations
+"""Each code block in README and docs/ runs, or has a comment with the reason why it does not."""
 
 import ast
 import asyncio
@@ -32,18 +30,18 @@ NOT_RUN = {
     "how-to/trl-rollouts.md": 1,
     "how-to/verl.md": 1,
 }
-"""How many blocks of a page do not run; each says why above it."""
+"""Number of blocks of a page that do not run. The comment above each has the reason."""
 PARSED = {"merge", "online", "proxy", "record", "replay", "view"}
-"""Verbs that are read by the parser alone: they need a server, a checkpoint of adapters, or do not end."""
+"""Verbs that are only parsed: they need a server or a checkpoint of adapters, or do not end."""
 RUN = {"doctor", "fill", "init", "prepare", "score", "train"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What the pages call traces.jsonl, model, logs/ and so on: 24 groups of the example, and the example itself."""
+    """Create traces.jsonl, model, logs/ and the other paths of the pages, from 12 groups of the example."""
     there = tmp_path_factory.mktemp("pages")
     recorded = tg.read(EXAMPLE / "traces.jsonl.zst")
-    tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0264"), there / "traces.jsonl")
+    tg.write((trace for trace in recorded if "g0240" <= (trace.group or "") < "g0252"), there / "traces.jsonl")
     (there / "logs").mkdir()
     rows = [json.loads(line) for line in (there / "traces.jsonl").read_text().splitlines()]
     scored = [{**row, "metadata": {**(row.get("metadata") or {}), "score": row["reward"]}} for row in rows]
@@ -63,7 +61,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def known(folder):
-    """What the prose of the pages takes as known, by the names that it uses."""
+    """Return the values of the variables that the text of the pages introduces."""
     tokenizer = tg.Tokenizer.from_pretrained(folder / "model")
     data = tg.align(tg.read(folder / "traces.jsonl", limit=24), tokenizer)
     rollout = data.rollout_logprobs[data.terms]
@@ -92,7 +90,7 @@ def at_home(folder, monkeypatch):
 
 
 def given(text, known):
-    """What one block takes as known beside that: a trainer's arguments, another micro-batch, arrays of its shape."""
+    """Return more variables for one block: arguments of a trainer, another micro-batch, arrays of its shape."""
     names = {}
     if "OffPolicySums.of" in text:
         from tracegrad.metrics import OffPolicySums
@@ -126,7 +124,7 @@ def _trainers(text):
     }
 
 
-def test_all_code_is_fenced_in_a_language_that_is_tested_or_marked_with_a_reason():
+def test_code_is_fenced_and_its_language_is_tested_or_a_reason_is_given():
     assert not {page.name: lines for page in PAGES if (lines := indented(page))}
     assert {block.language for block in blocks()} == {"bash", "console", "json", "python", "text", "toml"}
     marked = [block for block in blocks() if block.reason]
@@ -142,10 +140,10 @@ PYTHON = [block for block in blocks("python") if not block.reason]
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
-def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home, known, monkeypatch):
-    if page == "how-to/view.md":  # the run that its last lines look into
+def test_the_python_of_a_page_runs(page, at_home, known, monkeypatch):
+    if page == "how-to/view.md":  # the run that its last lines open
         shutil.rmtree("out", ignore_errors=True)  # of other pages
-        told = {"data.holdout": 0.0, "train.groups_per_step": 24, "token_log.mode": "all"}
+        told = {"data.holdout": 0.0, "train.groups_per_step": 12, "token_log.mode": "all"}
         tg.train("model", "traces.jsonl", out="out", options=told, log=lambda _: None)
     module = type(json)("page")
     monkeypatch.setitem(__import__("sys").modules, "page", module)
@@ -159,7 +157,7 @@ def test_the_python_of_a_page_runs_from_its_first_line_to_its_last(page, at_home
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_a_config_is_read_and_none_of_its_options_is_the_default(block, tmp_path):
+def test_a_config_is_read_and_no_option_has_its_default(block, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(block.text)
     found, default = config.as_dict(config.load(path)), config.as_dict(config.Config())
@@ -171,7 +169,7 @@ def test_a_config_is_read_and_none_of_its_options_is_the_default(block, tmp_path
 @pytest.mark.parametrize(
     "block", [block for block in blocks("json") if block.page == "reference/trace-format.md"], ids=str
 )
-def test_every_example_of_a_record_is_read(block, tmp_path):
+def test_each_example_record_is_read(block, tmp_path):
     decoder, at, records = json.JSONDecoder(), 0, []
     while at < len(block.text):
         record, at = decoder.raw_decode(block.text, at)
@@ -183,9 +181,9 @@ def test_every_example_of_a_record_is_read(block, tmp_path):
         assert len(tg.read(path)) >= 1
 
 
-def test_the_doctors_object_has_the_keys_of_the_page(at_home, capsys):
+def test_the_json_of_doctor_has_the_keys_of_the_page(at_home, capsys):
     (shown,) = (json.loads(block.text) for block in blocks("json") if block.page == "reference/findings.md")
-    held_out = ["--held-out", "traces.jsonl"]  # so that there is something to find
+    held_out = ["--held-out", "traces.jsonl"]  # so that there is a finding
     assert main(["doctor", "traces.jsonl", "--model", "model", "--json", *held_out]) == shown["exit_code"]
     said = json.loads(capsys.readouterr().out)
     assert shown.keys() == said.keys()
@@ -197,7 +195,7 @@ OURS = [(block, words[1:]) for block, words in COMMANDS if words[0] == "tracegra
 OURS += [(block, words[words.index("-m") + 2 :]) for block, words in COMMANDS if words[0] == "torchrun"]
 
 
-def test_every_command_of_ours_is_one_that_the_parser_takes():
+def test_the_parser_accepts_each_tracegrad_command():
     known = (
         set(config.options())
         | {f"online.{name}" for name in vars(OnlineConfig())}
@@ -214,9 +212,9 @@ def test_every_command_of_ours_is_one_that_the_parser_takes():
 
 
 @pytest.mark.parametrize("verb", sorted(RUN))
-def test_the_commands_that_need_no_server_run(verb, at_home, tmp_path, capsys):
+def test_commands_without_a_server_run(verb, at_home, tmp_path, capsys):
     seen = 0
-    if verb == "train":  # a page trains from what the command before has prepared
+    if verb == "train":  # a page trains from the output of the previous command
         assert main(["prepare", "traces.jsonl", "--model", "model", "--out", "prepared"]) == 0
     for block, words in OURS:
         if words[0] != verb or {"--judge", "--server"} & set(words) or "--parallel.mode" in words:
@@ -234,7 +232,7 @@ def test_the_commands_that_need_no_server_run(verb, at_home, tmp_path, capsys):
     assert seen
 
 
-def test_what_else_is_typed_is_there():
+def test_other_programs_targets_and_extras_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
     extras = config.read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     for block, (program, *rest) in COMMANDS:
@@ -250,8 +248,11 @@ def test_what_else_is_typed_is_there():
             assert program in ("tracegrad", "torchrun", "accelerate"), f"{block}: {program}"
 
 
-@pytest.mark.parametrize("name", ["study", "choosing", "recommended", "recovery", "faults", "checkpoint-test", "fill-clerk", "fill-speed"])
-def test_a_script_finds_the_place_of_its_table_and_changes_nothing_else(name, tmp_path):
+TABLES = ("study", "choosing", "recommended", "recovery", "faults", "checkpoint-test", "fill-clerk", "fill-speed")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_script_replaces_its_table_and_nothing_else(name, tmp_path):
     page = tmp_path / "page.md"
     before = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text(encoding="utf-8")
     page.write_text(before, encoding="utf-8")
@@ -263,7 +264,7 @@ def test_a_script_finds_the_place_of_its_table_and_changes_nothing_else(name, tm
         put_table(page, "nothing", [])
 
 
-def test_a_block_that_is_not_marked_or_not_fenced_is_seen(tmp_path):
+def test_unmarked_and_unfenced_blocks_are_found(tmp_path):
     page = Path(tmp_path, "page.md")
     page.write_text("<!-- not run: no server -->\n```python\na\n```\n\n    code\n\n```bash\nb\n```\n")
     from doc_blocks import of_page

@@ -5,8 +5,6 @@
 prints their share and those that do not. Properties and classes are described by nouns, and are left out.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """examples/notebook runs from its first cell to its last, and what it trains is better than what it began with."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A few seconds of the fuzzers that are Python, and what `make nightly` runs of all."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What `make mutants` draws: evenly over the kinds of change, the same for a seed, and nothing that does not run."""
 
-from __future__ import annotations
-
 import sqlite3
 import sys
 from pathlib import Path

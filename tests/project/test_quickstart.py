@@ -1,7 +1,5 @@
 """Tests of the quickstart's task and of the two files that lie beside it; they need zstandard, but no torch."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

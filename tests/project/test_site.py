@@ -1,7 +1,5 @@
 """What `make site` does before and after the builder: which pages there are, what they say, where links lead."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import subprocess

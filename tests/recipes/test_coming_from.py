@@ -1,7 +1,5 @@
 """Configs of other trainers: read without them, spelled option by option, refused by name, and trained with."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace
@@ -353,11 +351,7 @@ def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
 
 
 TRUNCATED = {
-    "top_p": (
-        "trl",
-        {"top_p": 0.9, "top_k": 0, "min_p": None},
-        {"top_p": 0.9, "top_logprobs": 64},
-    ),
+    "top_p": ("trl", {"top_p": 0.9, "top_k": 0, "min_p": None}, {"top_p": 0.9, "top_logprobs": 64}),
     "top_k, one more of which is listed": (
         "trl",
         {"top_p": 0.9, "top_k": 20, "min_p": 0.05},

@@ -1,7 +1,5 @@
 """recipes: each sets what its source fixes, what is told wins and is said, and each of them trains."""
 
-from __future__ import annotations
-
 import pytest
 
 import tracegrad as tg

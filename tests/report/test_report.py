@@ -580,14 +580,7 @@ def test_many_steps_are_thinned_to_means_and_the_last_stays():
 
 def test_the_interval_of_value_is_drawn_where_it_is_known():
     rows = [
-        {
-            "step": 1,
-            "ope": 0.4,
-            "ope_low": 0.3,
-            "ope_high": 0.5,
-            "ope_recorded_reward": 0.4,
-            "ope_reliable": 1,
-        },
+        {"step": 1, "ope": 0.4, "ope_low": 0.3, "ope_high": 0.5, "ope_recorded_reward": 0.4, "ope_reliable": 1},
         {"step": 2, "ope": 0.5, "ope_low": math.nan, "ope_high": math.nan},
         {"step": 3, "ope": 0.6, "ope_low": 0.4, "ope_high": 0.9},
     ]

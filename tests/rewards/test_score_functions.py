@@ -112,17 +112,13 @@ def test_the_values_are_those_of_trl():
     assert scored.row(3)["only_a"] is None
 
 
-def test_weights_sum_what_applies_and_nothing_is_not_zero():
-    async def main():
-        held = Rewards([correct, only_a, never], [2.0, 0.5, 9.0])
-        scored = await held.score(CHAT, ANSWERS, COLUMNS)
-        alone = Rewards([never])
-        nothing = await alone.score(CHAT, ANSWERS, COLUMNS)
-        for each in (held, alone):
-            each.close()
-        return scored, nothing
-
-    scored, nothing = asyncio.run(main())
+async def test_weights_sum_what_applies_and_nothing_is_not_zero():
+    held = Rewards([correct, only_a, never], [2.0, 0.5, 9.0])
+    scored = await held.score(CHAT, ANSWERS, COLUMNS)
+    alone = Rewards([never])
+    nothing = await alone.score(CHAT, ANSWERS, COLUMNS)
+    for each in (held, alone):
+        each.close()
     # correct: 1 1 1 0; only_a: 1 - 3 -
     assert scored.total.tolist() == [2.5, 2.0, 3.5, 0.0]
     assert np.isnan(nothing.total).all()
@@ -217,17 +213,13 @@ def test_what_fails_is_nan_counted_and_located_and_the_others_are_kept(function,
         assert "test_score_functions.py:" in held.failures[name].location
 
 
-def test_an_infinite_reward_is_a_failure_of_its_trajectory_alone():
+async def test_an_infinite_reward_is_a_failure_of_its_trajectory_alone():
     def infinite(completions, **columns):
         return [1.0, float("inf"), 2.0, float("-inf")]
 
-    async def main():
-        held = Rewards([correct, infinite])
-        scored = await held.score(CHAT, ANSWERS, COLUMNS)
-        held.close()
-        return scored
-
-    scored = asyncio.run(main())
+    held = Rewards([correct, infinite])
+    scored = await held.score(CHAT, ANSWERS, COLUMNS)
+    held.close()
     assert str(scored.failures["infinite"]) == "infinite returned inf for trajectory 1 of 4, from 0"
     assert scored.failed[:, 1].tolist() == [False, True, False, True]
     assert np.isnan(scored.total).tolist() == [False, True, False, True]

@@ -1,7 +1,5 @@
 """Recorded traces scored by functions and by a judge: the records stay, what was scored before is not scored again."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

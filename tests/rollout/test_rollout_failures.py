@@ -199,7 +199,7 @@ def test_a_contract_that_cannot_be_called_is_refused():
         run(3, "?", None)
 
 
-def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
+async def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
     closed, begun = [], []
 
     async def agent(task, policy):
@@ -210,11 +210,8 @@ def test_a_contract_that_is_let_go_closes_what_it_holds_before_its_loop_ends():
             await asyncio.sleep(0.01)
             closed.append(task)
 
-    async def main():
-        playing = asyncio.create_task(run_rollout(agent, "q", chat=None))
-        await until(lambda: begun)
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        return playing.cancelled(), list(closed)
-
-    assert asyncio.run(main()) == (True, ["q"])
+    playing = asyncio.create_task(run_rollout(agent, "q", chat=None))
+    await until(lambda: begun)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    assert (playing.cancelled(), list(closed)) == (True, ["q"])

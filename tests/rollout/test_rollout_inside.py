@@ -77,41 +77,33 @@ async def answer(engine, name, steps):
         return output.outputs
 
 
-def test_many_ask_at_once_and_one_thread_alone_uses_the_engine(engine):
-    async def run():
-        return await asyncio.gather(*(answer(engine, f"r{number}", 1 + number % 7) for number in range(50)))
-
-    assert asyncio.run(run()) == [f"r{number}" for number in range(50)]
+async def test_many_ask_at_once_and_one_thread_alone_uses_the_engine(engine):
+    names = [f"r{number}" for number in range(50)]
+    assert await asyncio.gather(*(answer(engine, name, 1 + n % 7) for n, name in enumerate(names))) == names
     assert engine.llm.threads == {engine._thread.ident}
     assert engine.llm.told == {"dtype": "float32"}
 
 
-def test_a_paused_engine_keeps_what_it_was_asked_and_goes_on(engine):
-    async def run():
-        await asyncio.wrap_future(engine.pause(clear=True))
-        waiting = asyncio.ensure_future(answer(engine, "r", 3))
-        await until(lambda: engine.llm.left)
-        await asyncio.sleep(0.1)  # for what must not come
-        assert not waiting.done()
-        assert engine.llm.left == {"r": 3}
-        await asyncio.wrap_future(engine.resume())
-        return await waiting
-
-    assert asyncio.run(run()) == "r"
+async def test_a_paused_engine_keeps_what_it_was_asked_and_goes_on(engine):
+    await asyncio.wrap_future(engine.pause(clear=True))
+    waiting = asyncio.ensure_future(answer(engine, "r", 3))
+    await until(lambda: engine.llm.left)
+    await asyncio.sleep(0.1)  # for what must not come
+    assert not waiting.done()
+    assert engine.llm.left == {"r": 3}
+    await asyncio.wrap_future(engine.resume())
+    assert (await waiting) == "r"
     assert engine.llm.calls == ["reset", "pictures", "encodings"]
     engine.pause(clear=False).result(60)
     assert engine.llm.calls == ["reset", "pictures", "encodings"]
 
 
-def test_what_nobody_waits_for_is_let_go(engine):
-    async def run():
-        waiting = asyncio.ensure_future(answer(engine, "r", 10**9))
-        await until(lambda: engine.llm.left)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        await asyncio.wrap_future(engine.do(lambda llm: None))
-
-    asyncio.run(run())
+async def test_what_nobody_waits_for_is_let_go(engine):
+    waiting = asyncio.ensure_future(answer(engine, "r", 10**9))
+    await until(lambda: engine.llm.left)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await asyncio.wrap_future(engine.do(lambda llm: None))
     assert engine.llm.aborted == ["r-inside"]
     assert engine._answers == {}
 

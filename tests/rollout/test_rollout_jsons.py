@@ -1,7 +1,5 @@
 """`rollout.jsons`: what it reads and writes is what the standard library does, but for NaN."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

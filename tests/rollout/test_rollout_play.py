@@ -1,6 +1,5 @@
 """Trajectories played whole: contracts, tools, environments, and their limits."""
 
-import asyncio
 import json
 
 import numpy as np
@@ -110,18 +109,14 @@ def test_a_limit_that_a_contract_does_not_catch_leaves_no_reward(example):
     assert "reached its 3 turns" in played.error
 
 
-def test_instances_made_for_trl_are_used_again_but_not_after_a_failure(example, order):
+async def test_instances_made_for_trl_are_used_again_but_not_after_a_failure(example, order):
     TrlShop.made = 0
     stand_in = Scripted(example, good_clerk(order))
     contract = trl_environment(TrlShop)
     task = {"prompt": order.messages(), "question": order}
-
-    async def main():
-        for row in (task, task, {"prompt": order.messages()}, task):
-            played = await run_rollout(contract, row, chat=stand_in.chat)
-            assert (played.error is None) == ("question" in row)
-
-    asyncio.run(main())
+    for row in (task, task, {"prompt": order.messages()}, task):
+        played = await run_rollout(contract, row, chat=stand_in.chat)
+        assert (played.error is None) == ("question" in row)
     assert TrlShop.made == 2
 
 

@@ -398,12 +398,9 @@ def test_an_answer_that_is_none_is_an_error_and_spoils_no_record(example, kind, 
     driven(example, spoil=spoil, response_bytes=1_000_000)(test)
 
 
-def test_a_server_that_is_not_there_is_502(example):
-    async def main():
-        async with Proxy("http://127.0.0.1:9", key=KEY, finished=print) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {KEY}"}
-            async with client.post(f"{proxy.url}/s/a/v1/chat/completions", json=QUESTION, headers=headers) as answer:
-                assert answer.status == 502
-                assert "is not reachable" in (await answer.json())["error"]["message"]
-
-    asyncio.run(main())
+async def test_a_server_that_is_not_there_is_502(example):
+    async with Proxy("http://127.0.0.1:9", key=KEY, finished=print) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with client.post(f"{proxy.url}/s/a/v1/chat/completions", json=QUESTION, headers=headers) as answer:
+            assert answer.status == 502
+            assert "is not reachable" in (await answer.json())["error"]["message"]

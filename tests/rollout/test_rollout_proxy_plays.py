@@ -1,6 +1,5 @@
 """Trajectories of programs that have an address and no more; who is let in, and how sessions are spread."""
 
-import asyncio
 import json
 
 import aiohttp
@@ -95,19 +94,16 @@ def test_it_listens_on_loopback_and_draws_a_key(example):
         Proxy("http://127.0.0.1:9", key="secret")
 
 
-def test_sessions_are_spread_over_several_servers_and_stay(example):
-    async def main():
-        first, second = (Served(Scripted(example, always("4"))) for _ in range(2))
-        async with (
-            first,
-            second,
-            Servers([first.url, second.url], model="clerk") as servers,
-            Proxy(servers, key=KEY, finished=print) as proxy,
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
-        ):
-            for name in ("a", "b", "a", "b", "a"):
-                async with client.post(f"{proxy.url}/s/{name}/v1/chat/completions", json=QUESTION) as answer:
-                    assert answer.status == 200
-        return len(first.paths), len(second.paths)
-
-    assert asyncio.run(main()) == (3, 2)
+async def test_sessions_are_spread_over_several_servers_and_stay(example):
+    first, second = (Served(Scripted(example, always("4"))) for _ in range(2))
+    async with (
+        first,
+        second,
+        Servers([first.url, second.url], model="clerk") as servers,
+        Proxy(servers, key=KEY, finished=print) as proxy,
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as client,
+    ):
+        for name in ("a", "b", "a", "b", "a"):
+            async with client.post(f"{proxy.url}/s/{name}/v1/chat/completions", json=QUESTION) as answer:
+                assert answer.status == 200
+    assert (len(first.paths), len(second.paths)) == (3, 2)

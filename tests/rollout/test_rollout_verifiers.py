@@ -124,25 +124,18 @@ def test_a_failed_episode_has_no_reward_and_says_why(made):
     assert "the episode has 2 agents" in several.error
 
 
-def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
-    async def main():
-        contract = made()
-        await contract({"task": 0}, SimpleNamespace(base_url="http://127.0.0.1:9", key="a key"))  # it has begun
-        late = await run_rollout(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(timeout_s=3.0))
-        await until((tmp_path / "cancelled").exists)
-        return late
-
-    assert asyncio.run(main()).ended == "seconds"
+async def test_an_episode_that_takes_too_long_is_told_to_end(made, tmp_path):
+    contract = made()
+    await contract({"task": 0}, SimpleNamespace(base_url="http://127.0.0.1:9", key="a key"))  # it has begun
+    late = await run_rollout(contract, {"task": 2}, chat=None, proxy=Address(), limits=Limits(timeout_s=3.0))
+    await until((tmp_path / "cancelled").exists)
+    assert (late).ended == "seconds"
 
 
-def test_a_process_that_ends_fails_what_it_played_and_is_started_again(made):
-    async def main():
-        contract = made()
-        one = await run_rollout(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
-        two = await run_rollout(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
-        return one, two
-
-    one, two = asyncio.run(main())
+async def test_a_process_that_ends_fails_what_it_played_and_is_started_again(made):
+    contract = made()
+    one = await run_rollout(contract, {"task": 3}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
+    two = await run_rollout(contract, {"task": 0}, chat=None, proxy=Address(), limits=Limits(timeout_s=120))
     assert "the process of verifiers ended" in one.error
     assert two.record["reward"] == 0.5
 

@@ -1,4 +1,4 @@
-"""The clerk's task played against a real vLLM by every road: exact ids, no mismatch, and the trainer's logprobs."""
+"""Play the clerk task against a real vLLM through each API: exact ids, no mismatch, the logprobs of the trainer."""
 
 import asyncio
 import functools
@@ -30,7 +30,7 @@ SAMPLING = {"max_tokens": 64}
 
 @pytest.fixture(scope="module")
 def server(served, example, tmp_path_factory):
-    """The one vLLM of all tests, with the weights of the bundled model."""
+    """Return the URL of the shared vLLM, with the weights of the bundled model."""
 
     async def push():
         async with Servers([served], model="clerk") as servers:
@@ -41,7 +41,7 @@ def server(served, example, tmp_path_factory):
 
 
 def by_urllib(task, policy):
-    """An agent of the standard library alone, in a thread, that knows a base_url."""
+    """Play with the standard library in a thread; the agent has a base_url."""
     messages = task["question"].messages()
     while True:
         body = {"model": "clerk", "messages": messages, "tools": list(clerk.TOOLS)}
@@ -56,7 +56,7 @@ def by_urllib(task, policy):
 
 
 async def by_openai(task, policy):
-    """The openai package, which only gets an address."""
+    """Play with the openai package, which gets an address."""
     async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
         messages = task["question"].messages()
         while messages is not None:
@@ -66,7 +66,7 @@ async def by_openai(task, policy):
 
 
 async def by_stream(task, policy):
-    """The same, streamed, put together again by the client."""
+    """Play with the openai package and streams, which the client joins."""
     async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
         messages = task["question"].messages()
         while messages is not None:
@@ -93,10 +93,10 @@ async def by_stream(task, policy):
 
 
 def answered(task, messages, message):
-    """The conversation with a message and the answers to its calls; None where it ends.
+    """Return the conversation with a message and the results of its calls, or None at its end.
 
-    It ends with a message that calls nothing, after too many, and with arguments that are no JSON: a stream tells a
-    call before it is whole, so what was sampled badly arrives as a call there and as content elsewhere.
+    It ends with a message without calls, after too many calls, and with arguments that are not JSON: a stream sends a
+    call before it is complete, so badly sampled text is a call in a stream and content in a response.
     """
     calls = message.get("tool_calls")
     if not calls or len(messages) > 7 or not all(map(is_json, calls)):
@@ -132,7 +132,7 @@ ROADS = {
 
 @pytest.fixture(scope="module")
 def played(server):
-    """What each road played, all at once against one server."""
+    """Play the tasks through each API, concurrently against one server."""
     prompts = list(itertools.islice(clerk.prompts("evaluation", 11), PROMPTS))
 
     async def main():
@@ -153,23 +153,23 @@ def played(server):
 
 
 def aligned(records, example):
-    """As they come back from a file."""
+    """Align the records after a file has stored them."""
     traces = tg.Traces.from_records([json.loads(json.dumps(one, allow_nan=False)) for one in records])
     return traces, tg.align(traces, tg.Tokenizer.from_pretrained(example / "model"))
 
 
 def forks(trace):
-    """How many turns the server wrote anew: their prompt does not begin with what was asked and sampled before.
+    """Return the number of turns whose prompt does not start with the prompt and answer of the previous turn.
 
-    A message does not hold all that was sampled (bytes that are no text, text behind a call), so its template may
-    write it with other ids. That happens to the bundled model about once in 500 trajectories.
+    A message lacks some sampled bytes (invalid UTF-8, text after a call), so the template may render it with other
+    ids. With the bundled model this happens about once in 500 trajectories.
     """
     asked = [(one.prompt_token_ids.tolist(), one.token_ids.tolist()) for one in trace.generations]
     return sum(then[: len(prompt) + len(ids)] != prompt + ids for (prompt, ids), (then, _) in itertools.pairwise(asked))
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, example):
+def test_rollouts_of_each_api_align_exactly_and_match_the_trainer(road, played, example):
     mine = [one for one in played if one.record["id"].startswith(road + "-")]
     assert len(mine) == PROMPTS * SAMPLES
     assert [one.error for one in mine if one.error] == []
@@ -192,29 +192,25 @@ def test_every_road_aligns_exactly_and_agrees_with_the_trainer(road, played, exa
 @pytest.mark.parametrize(
     "more", [{}, {"logprobs": True, "top_logprobs": 2}, {"return_token_ids": True}], ids=["bare", "logprobs", "ids"]
 )
-def test_the_client_gets_what_the_server_sends_without_us(server, stream, more, tools):
+async def test_the_proxy_does_not_change_answers(server, stream, more, tools):
     question = next(one for one in clerk.prompts("evaluation", 3) if one.kind == "price")
     body = {"model": "clerk", "messages": question.messages(), "temperature": 0, "max_tokens": 40, **more}
     body |= {"stream": stream, **({"tools": list(clerk.TOOLS)} if tools else {})}
-
-    async def main():
-        async with Proxy(server, finished=lambda record: None) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            answers = []
-            for url in (f"{proxy.url}/s/a", server):
-                async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-                    answers.append((answer.status, answer.content_type, await answer.text()))
-            return answers
-
-    ours, theirs = asyncio.run(main())
+    async with Proxy(server, finished=lambda record: None) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        answers = []
+        for url in (f"{proxy.url}/s/a", server):
+            async with client.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
+                answers.append((answer.status, answer.content_type, await answer.text()))
+        ours, theirs = answers
     assert ours[:2] == theirs[:2]
     assert blank(ours[2], stream) == blank(theirs[2], stream)
 
 
 def blank(text, stream):
-    """An answer without what is drawn anew, and without logprobs' last bits: caches change the order of sums.
+    """Remove ids and times from an answer, and round its logprobs: caches change the order of sums.
 
-    The events of a stream are joined, as a busy server tells several tokens in one of them.
+    The events of a stream are joined, because a busy server sends several tokens in one event.
     """
     if not stream:
         return rounded(json.loads(text))
@@ -224,7 +220,7 @@ def blank(text, stream):
 
 
 def joined(first, second, name=""):
-    """Two events of a stream as one: lists behind each other, texts too, calls and choices by their index."""
+    """Join two events of a stream: concatenate lists and texts, and match calls and choices by index."""
     if isinstance(first, dict) and isinstance(second, dict):
         return {key: joined(first.get(key), second.get(key), key) for key in {**first, **second}}
     if name in ("choices", "tool_calls") and first and second:
@@ -246,26 +242,22 @@ def rounded(value):
     return round(value, 3) if isinstance(value, float) else value
 
 
-def test_completions_responses_and_messages_are_recorded_as_they_come(server, example):
+async def test_completions_responses_and_messages_are_recorded_unchanged(server, example):
     records = []
     asked = {
         "/v1/completions": {"model": "clerk", "prompt": "2 × 20 = ", "max_tokens": 8},
         "/v1/responses": {"model": "clerk", "input": "2 × 20?", "max_output_tokens": 8},
         "/v1/messages": {"model": "clerk", "max_tokens": 8, "messages": [{"role": "user", "content": "2 × 20?"}]},
     }
-
-    async def main():
-        async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            for (path, body), stream in itertools.product(asked.items(), (False, True)):
-                base = f"{proxy.url}/s/{path.split('/')[-1]}-{stream}"
-                async with client.post(base + path, json={**body, "stream": stream}, headers=headers) as answer:
-                    assert answer.status == 200, await answer.text()
-                    await answer.read()
-                async with client.post(f"{base}/reward", json={"reward": 1}, headers=headers) as answer:
-                    assert answer.status == 200
-
-    asyncio.run(main())
+    async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        for (path, body), stream in itertools.product(asked.items(), (False, True)):
+            base = f"{proxy.url}/s/{path.split('/')[-1]}-{stream}"
+            async with client.post(base + path, json={**body, "stream": stream}, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                await answer.read()
+            async with client.post(f"{base}/reward", json={"reward": 1}, headers=headers) as answer:
+                assert answer.status == 200
     traces = tg.Traces.from_records(records)
     assert [(trace.id, len(trace.generations)) for trace in traces] == [
         (f"{name}-{stream}", 1) for name in ("completions", "responses", "messages") for stream in (False, True)
@@ -275,9 +267,9 @@ def test_completions_responses_and_messages_are_recorded_as_they_come(server, ex
     assert not np.isnan(texts.rollout_logprobs[texts.trainable]).any()
 
 
-def test_a_client_that_closes_early_stops_the_server(server, example):
+async def test_the_server_stops_if_the_client_disconnects(server, example):
     records = []
-    # Many tokens, as a busy server sends many in one event.
+    # Many tokens, because a busy server sends many in one event.
     body = {"model": "clerk", "prompt": "1, 2, 3, 4,", "max_tokens": 900, "ignore_eos": True, "stream": True}
 
     async def running(client):
@@ -285,33 +277,27 @@ def test_a_client_that_closes_early_stops_the_server(server, example):
             found = re.search(r"^vllm:num_requests_running\{.*\} ([0-9.]+)$", await answer.text(), re.MULTILINE)
             return float(found.group(1))
 
-    async def main():
-        async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
-            headers = {"Authorization": f"Bearer {proxy.key}"}
-            answer = await client.post(f"{proxy.url}/s/early/v1/completions", json=body, headers=headers)
-            await answer.content.readuntil(b"\n\n")
-            answer.close()
-            for _ in range(100):
-                await asyncio.sleep(0.05)
-                if await running(client) == 0:
-                    break
-            else:
-                raise AssertionError("the server goes on for nobody")
-            await (await client.post(f"{proxy.url}/s/early/reward", json={"reward": 0}, headers=headers)).read()
-
-    asyncio.run(main())
+    async with Proxy(server, finished=records.append) as proxy, aiohttp.ClientSession() as client:
+        headers = {"Authorization": f"Bearer {proxy.key}"}
+        answer = await client.post(f"{proxy.url}/s/early/v1/completions", json=body, headers=headers)
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if await running(client) == 0:
+                break
+        else:
+            raise AssertionError("the server continues without a client")
+        await (await client.post(f"{proxy.url}/s/early/reward", json={"reward": 0}, headers=headers)).read()
     [trace] = tg.Traces.from_records(records)
     assert 1 <= trace.generations[0].tokens < 900
 
 
-def test_a_judge_that_knows_nothing_gives_scores_or_none_but_never_something_else(server):
-    async def main():
-        async with Servers([server], model="clerk") as servers:
-            free = Judge(servers.chat, json_schema=False, sampling={"max_tokens": 64})
-            formed = Judge(servers.chat, sampling={"max_tokens": 400, "temperature": 1.0}, votes=2)
-            return await free.score(GROUP[:2]), await formed.score(GROUP[:2])
-
-    free, formed = asyncio.run(main())
+async def test_an_untrained_judge_returns_scores_or_none(server):
+    async with Servers([server], model="clerk") as servers:
+        free = Judge(servers.chat, json_schema=False, sampling={"max_tokens": 64})
+        formed = Judge(servers.chat, sampling={"max_tokens": 400, "temperature": 1.0}, votes=2)
+        free, formed = await free.score(GROUP[:2]), await formed.score(GROUP[:2])
     assert np.isnan(free.scores).all()
     assert len(free.verdicts[0].answers) == 2
     known = formed.scores[~np.isnan(formed.scores)]

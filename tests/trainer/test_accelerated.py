@@ -1,7 +1,5 @@
 """docs/how-to/transformers.md under accelerate's launcher: two processes on a CPU take the steps of one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Folders of LoRA adapters: a run that starts from one, whole weights merged from one, and what is no such folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -14,6 +12,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
+from few_probes import few  # noqa: F401
 from online_runs import CONFIG as PLAYED
 from policy_server import MODEL, PolicyServer
 from tiny import tiny_model
@@ -184,10 +183,7 @@ def spoiled(trained, folder, **changes):
         ({"r": 1 << 40}, r"TG-TRAIN-042.*1099511627776.*adapter_model\.safetensors.*4"),
         ({"r": "4"}, "TG-TRAIN-042"),
         ({"base_model_name_or_path": None}, "TG-TRAIN-042"),
-        (
-            {"base_model_name_or_path": "someone/a-model"},
-            r"TG-TRAIN-043.*someone/a-model",
-        ),
+        ({"base_model_name_or_path": "someone/a-model"}, r"TG-TRAIN-043.*someone/a-model"),
         ({"target_modules": ["q_proj"]}, "TG-TRAIN-044"),
         ({"target_modules": ["no_such"]}, "TG-TRAIN-044"),
         ({"use_dora": True}, r"TG-TRAIN-044.*lora_magnitude_vector"),

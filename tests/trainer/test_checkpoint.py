@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, loadable by transformers, exact to resume from."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource

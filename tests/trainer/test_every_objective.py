@@ -1,7 +1,5 @@
 """Every preset through the learner: it trains, whatever the cut of a step, and its memory goes through a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

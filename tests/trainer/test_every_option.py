@@ -4,8 +4,6 @@ A row is a way to come by something (a run, steps, a file that was read) and wha
 an option has no row. `make nightly` has each option ignored, one by one, and sees its row fail.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -271,14 +269,7 @@ def single_sample_group(_: Path) -> None:
 
 # --- runs ---
 
-OPTIMIZER = {
-    "lr": 2e-2,
-    "beta1": 0.5,
-    "beta2": 0.7,
-    "eps": 1e-3,
-    "weight_decay": 0.2,
-    "grad_clip": 0.02,
-}
+OPTIMIZER = {"lr": 2e-2, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "weight_decay": 0.2, "grad_clip": 0.02}
 SCHEDULE = {"name": "wsd", "warmup_steps": 2, "decay_ratio": 0.5, "min_lr_ratio": 0.25}
 RESTARTED = {"name": "cosine_with_restarts", "warmup_ratio": 0.2, "kwargs": '{"num_cycles": 2}'}
 CADENCE = {
@@ -302,10 +293,7 @@ RUNS: dict[str, Callable[[Path], Any]] = {
         traces(), out, train__epochs=2, **{f"schedule__{name}": value for name, value in SCHEDULE.items()}
     ),
     "restarted": lambda out: watched(
-        traces(),
-        out,
-        train__max_steps=8,
-        **{f"schedule__{name}": value for name, value in RESTARTED.items()},
+        traces(), out, train__max_steps=8, **{f"schedule__{name}": value for name, value in RESTARTED.items()}
     ),
     "repeated": lambda out: watched(traces(), out, train__updates_per_old_logprobs=2, train__iterations=3),
     "renewed": lambda out: watched(traces(), out, objective=KL, train__ref_sync_steps=2),
@@ -441,6 +429,9 @@ def checkpoint_keep(run: Any) -> None:
 def min_ope_ess(run: Any) -> None:
     assert run.done.stopped == "ope_ess"
     assert run.done.step < run.done.total
+    sizes = [row["ope_ess_fraction"] for row in run.done.rows if "ope_ess_fraction" in row]
+    assert sizes[-1] < 0.9999 <= sizes[-2]
+    assert run.done.checkpoint.name == f"step-{run.done.step:08d}"
 
 
 def stop_worse(run: Any) -> None:

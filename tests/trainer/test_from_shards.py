@@ -1,7 +1,5 @@
 """Training from shards that are mapped when they are needed is training from memory, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """kill -9 at any moment, inside a checkpoint's write too: the resumed run is the undisturbed one, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The learner: its plan, what it can know of its progress, and one update worked by hand."""
 
-from __future__ import annotations
-
 import math
 import signal
 

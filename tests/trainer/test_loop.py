@@ -1,7 +1,5 @@
 """Training runs: one update against plain torch, exact resume, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from dataclasses import replace
@@ -195,48 +193,28 @@ def test_sigterm_stops_after_the_step_too(traces, tmp_path):
     assert (done.exit_code, done.step, done.checkpoint.name) == (143, 2, "step-00000002")
 
 
-def test_a_finished_run_can_be_given_more_of_max_steps(traces, tmp_path):
-    """The first run ends within the iterations of a batch; the second goes on there, into the next epoch."""
-    how = {"train__updates_per_old_logprobs": 2, "train__iterations": 2}
-    _, parameters = run(traces, tmp_path / "whole", train__max_steps=9, **how)
-    ended, _ = run(traces, tmp_path / "more", train__max_steps=3, **how)
-    assert (ended.stopped, ended.step) == ("done", 3)
-    again, resumed = run(traces, tmp_path / "more", tiny_model(9), resume=True, train__max_steps=9, **how)
-    assert (again.stopped, again.step) == ("done", 9)
+@pytest.mark.parametrize(
+    ("option", "how", "first", "second"),
+    [
+        # The first run ends within the iterations of a batch; the second goes on there, into the next epoch.
+        ("train__max_steps", {"train__updates_per_old_logprobs": 2, "train__iterations": 2}, (3, 3), (9, 9)),
+        ("train__epochs", {}, (2, 8), (3, 12)),
+    ],
+    ids=["steps", "epochs"],
+)
+def test_a_finished_run_can_be_given_more(traces, tmp_path, option, how, first, second):
+    _, parameters = run(traces, tmp_path / "whole", **{option: second[0]}, **how)
+    ended, _ = run(traces, tmp_path / "more", **{option: first[0]}, **how)
+    assert (ended.stopped, ended.step) == ("done", first[1])
+    again, resumed = run(traces, tmp_path / "more", tiny_model(9), resume=True, **{option: second[0]}, **how)
+    assert (again.stopped, again.step) == ("done", second[1])
     assert_same(parameters, resumed)
-
-
-def test_a_finished_run_can_be_given_more_epochs(traces, tmp_path):
-    _, parameters = run(traces, tmp_path / "whole", train__epochs=3)
-    run(traces, tmp_path / "more", train__epochs=2)
-    _, resumed = run(traces, tmp_path / "more", resume=True, train__epochs=3)
-    assert_same(parameters, resumed)
-
-
-def test_too_small_an_effective_sample_stops_the_run_and_keeps_the_checkpoint(traces, tmp_path):
-    done, _ = run(
-        traces,
-        tmp_path,
-        stop__min_ope_ess=0.9,
-        optimizer__lr=0.05,
-        data__holdout=0.3,
-        eval__ope_per_epoch=99,
-    )
-    assert done.stopped == "ope_ess"
-    assert done.step < done.total
-    assert done.rows[-1]["ope_ess_fraction"] < 0.9 <= done.rows[-2]["ope_ess_fraction"]
-    assert done.checkpoint.name == f"step-{done.step:08d}"
 
 
 @pytest.mark.nightly
 def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(traces, tmp_path):
     other = spoilt()
-    how = {
-        "objective": presets.DAPO_DIRECT,
-        "data__holdout": 0.3,
-        "eval__ope_per_epoch": 99,
-        "train__epochs": 6,
-    }
+    how = {"objective": presets.DAPO_DIRECT, "data__holdout": 0.3, "eval__ope_per_epoch": 99, "train__epochs": 6}
     on, _ = run(other, tmp_path / "on", **how)
     done, _ = run(other, tmp_path / "a", stop__ope_falls=True, **how)
     assert (on.stopped, done.stopped) == ("done", "ope_falls")
@@ -250,19 +228,11 @@ def test_a_run_that_gets_worse_stops_and_a_resumed_one_knows_how_good_it_was(tra
     assert better.step > done.step
 
 
-def test_a_run_is_not_overwritten(traces, tmp_path):
-    run(traces, tmp_path)
+def test_a_run_is_not_overwritten_and_a_resumed_one_must_be_the_same(traces, tmp_path):
+    done, _ = run(traces, tmp_path, resume=True)  # without a checkpoint it starts at the first step
+    assert done.stopped == "done"
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-037.*step-00000008"):
         run(traces, tmp_path)
-
-
-def test_resume_without_a_checkpoint_starts_anew(traces, tmp_path):
-    done, _ = run(traces, tmp_path, resume=True)
-    assert done.stopped == "done"
-
-
-def test_a_resumed_run_must_be_the_same_run(traces, tmp_path):
-    run(traces, tmp_path)
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-066.*optimizer\.lr.*0\.003.*0\.5"):
         run(traces, tmp_path, resume=True, optimizer__lr=0.5)
     with pytest.raises(ArgumentError, match="TG-TRAIN-066"):
@@ -407,9 +377,7 @@ def test_logprobs_of_an_unknown_kind_get_no_ratio_unless_the_temperature_is_one(
 
 def test_raw_logprobs_of_warm_samples_are_said_to_be_no_sampling_ratio(traces):
     warm = replace(
-        traces,
-        logprob_kind=np.ones(traces.traces, np.uint8),
-        temperature=np.full(traces.traces, 0.7, np.float32),
+        traces, logprob_kind=np.ones(traces.traces, np.uint8), temperature=np.full(traces.traces, 0.7, np.float32)
     )
     assert "measures the mismatch" in TrainingData.of(warm, presets.DAPO, told()).notes[0]
 
@@ -470,6 +438,10 @@ def test_equal_rewards_are_refused_as_there_is_nothing_to_learn(traces):
     equal = replace(traces, rewards=np.ones_like(traces.rewards))
     with pytest.raises(ArgumentError, match="TG-TRAIN-079"):
         TrainingData.of(equal, presets.DAPO, told())
+    many = sampled(tiny_model(), groups=75)
+    even = replace(many, rewards=np.ones_like(many.rewards))
+    with pytest.raises(ArgumentError, match="TG-TRAIN-077"):
+        TrainingData.of(even, presets.DAPO, told(advantage__baseline="none", filter__drop_zero_std_groups=True))
 
 
 def test_a_baseline_of_the_config_is_the_function_of_that_name(traces):

@@ -1,7 +1,5 @@
 """Options of a run that change its work and nothing else: shared prefixes, and what cannot matter left out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

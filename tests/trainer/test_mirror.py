@@ -1,7 +1,5 @@
 """A run at an address: what lies there after it, and what another machine with an empty folder goes on from."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -110,8 +108,9 @@ def test_a_place_without_room_is_said(monkeypatch, tmp_path):
 
 
 def test_a_run_at_an_address_is_that_of_a_folder_and_goes_on_from_an_empty_machine(files, tmp_path):
-    wanted, _ = run(tmp_path / "whole", train__updates_per_old_logprobs=1)
-    done, _ = run("memory://runs/b", train__updates_per_old_logprobs=1)
+    changes = {"train__updates_per_old_logprobs": 1, "checkpoint__keep": 1}
+    wanted, _ = run(tmp_path / "whole", **changes)
+    done, _ = run("memory://runs/b", **changes)
     assert done.address == f"memory://runs/b/checkpoints/step-{wanted.step:08d}"
     assert (done.checkpoint / "model.safetensors").read_bytes() == (
         wanted.checkpoint / "model.safetensors"
@@ -122,6 +121,10 @@ def test_a_run_at_an_address_is_that_of_a_folder_and_goes_on_from_an_empty_machi
         name for name in local if name.startswith("checkpoints/") and "." in name.rpartition("/")[2]
     }
     assert {"config.toml", "metrics.jsonl", "terms/step-00000001.r0.safetensors"} <= names.keys()
+    kept = {path.name for path in (tmp_path / "whole" / "checkpoints").glob("step-*")}
+    assert {
+        name.split("/")[1] for name in names if name.startswith("checkpoints/step-")
+    } == kept  # no file of an old one
 
 
 def test_a_run_that_stands_at_an_address_is_not_overwritten_and_is_taken_up(files, tmp_path):

@@ -1,7 +1,5 @@
 """Machines that share no folder but a bucket: a run at an address, killed ranks that go on, and one that hangs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

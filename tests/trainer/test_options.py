@@ -1,7 +1,5 @@
 """Choices of a run that change what is computed or by whom: references, optimizers, memory, adapters, compilation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

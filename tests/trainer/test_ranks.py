@@ -1,7 +1,5 @@
 """Any number of ranks is one process: gradients, corrections and numbers, under FSDP2 and DDP, on gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

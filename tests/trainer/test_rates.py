@@ -1,7 +1,5 @@
 """Learning rates by step: beside transformers' own schedules, resumed, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from collect_run import questions
+from few_probes import few  # noqa: F401
 from manual_steps import steps_of
 from online_runs import CONFIG, weights
 from online_runs import run as play

@@ -1,7 +1,5 @@
 """KL in the reward of a run: each batch is charged and compared before its first update, and a resumed run goes on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

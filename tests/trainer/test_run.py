@@ -1,6 +1,4 @@
-"""A run that is driven step by step: the loop over a file is one of its callers, and yours may be another."""
-
-from __future__ import annotations
+"""`Trainer`, one update at a time: `train` is one of its callers, and a user's loop is another."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +41,7 @@ def without(row, names=frozenset()):
 
 
 def known(row):
-    """A row without what is not a number, as `nan != nan`."""
+    """Return a row without NaN, because `nan != nan`."""
     return {k: v for k, v in row.items() if v is not None and v == v}
 
 
@@ -58,12 +56,12 @@ OWN = {
 
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.first_cases(1)
-def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(traces, tmp_path, name):
+def test_a_custom_loop_matches_train_bit_for_bit(traces, tmp_path, name):
     objective, changes = OWN[name]
     proximal = objective.requirements.proximal
     if (
         proximal
-    ):  # what no version is known of is of the newest one in a file, and of the trained one where that is told
+    ):  # a term without a version has the newest version of the file, or the version of the trainer if it is given
         traces = replace(traces, version=np.where(traces.trainable, np.maximum(traces.version, 3), -1).astype(np.int32))
     theirs, ours = tiny_model(), tiny_model()
     given = {"config": told(**changes), "sinks": (), "log": lambda _: None}
@@ -72,14 +70,12 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
     rows, reference = [], np.zeros(traces.tokens, np.float32)
     for epoch in range(2):
         for step in steps_of(traces, objective, epoch, skip_zero_advantage=run.config.pack.skip_zero_weight):
-            if (
-                objective.requirements.ref and epoch == 0
-            ):  # measured once: beside other traces its rounding may be another
+            if objective.requirements.ref and epoch == 0:  # measured once: rounding may differ next to other traces
                 step = run.add_logprobs(step)
                 reference[step.origin] = step.ref_logprobs
             elif objective.requirements.ref:
                 step = step.with_logprobs(ref=reference[step.origin])
-            version = 4 + run.steps_done if proximal else 4  # the newest recorded is 4
+            version = 4 + run.steps_done if proximal else 4  # the newest recorded version is 4
             run.step(step, version, rewards=traces.reward, endings=traces.ending)
             rows.append(run.metrics())
     assert run.steps_done == done.total == 8
@@ -87,12 +83,12 @@ def test_a_loop_of_ones_own_gives_the_parameters_and_rows_of_train_bit_for_bit(t
     own = {"staleness_mean", "staleness_max"}
     for one, other in zip(done.rows[1:], rows, strict=True):
         assert own < other.keys()
-        assert own.isdisjoint(one)  # a file does not say which version it trains
+        assert own.isdisjoint(one)  # a file does not contain the version that it trains
         if not proximal:
             assert known(without(one)) == known(without(other, own))
 
 
-def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
+def test_several_updates_per_old_logprobs_match_train(traces, tmp_path):
     theirs, ours = tiny_model(), tiny_model()
     given = {"objective": presets.GRPO, "config": told(), "sinks": (), "log": lambda _: None}
     train(traces, theirs, out=tmp_path / "train", **given)
@@ -103,7 +99,7 @@ def test_several_updates_on_one_old_are_those_of_train(traces, tmp_path):
     assert_same(parameters(theirs), parameters(ours))
 
 
-# --- saved and taken up ---
+# --- save and restore ---
 
 ADAPTS = replace(
     with_kl(presets.A3PO, 0.05),
@@ -112,7 +108,7 @@ ADAPTS = replace(
 
 
 def driven(run, traces, numbers):
-    """Steps by number, twice each epoch's, with the rows."""
+    """Take the steps with these numbers, two epochs in total, and return the rows."""
     packed, rows = [*steps_of(traces, run.objective, 0), *steps_of(traces, run.objective, 1)], []
     for number in numbers:
         run.step(packed[number], version=7 + number)
@@ -122,7 +118,7 @@ def driven(run, traces, numbers):
 
 @pytest.mark.parametrize("adapters", [0, 2])
 @pytest.mark.first_cases(1)
-def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path, adapters):
+def test_a_restored_run_matches_bit_for_bit(traces, tmp_path, adapters):
     told_so = told(train__lora_rank=adapters, train__updates_per_old_logprobs=3, schedule__warmup_steps=6)
     whole = Trainer(tiny_model(), ADAPTS, told_so, out=tmp_path / "whole")
     rows = driven(whole, traces, range(8))
@@ -143,7 +139,7 @@ def test_a_run_that_was_saved_in_the_midst_goes_on_bit_for_bit(traces, tmp_path,
     assert (tmp_path / "cut" / "config.toml").read_text() == (tmp_path / "whole" / "config.toml").read_text()
 
 
-def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not_overwritten(traces, tmp_path):
+def test_restore_without_a_checkpoint_returns_none_and_a_checkpoint_is_not_overwritten(traces, tmp_path):
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     assert run.restore() is None
     [step, *_] = steps_of(traces, run.objective, 0)
@@ -157,7 +153,7 @@ def test_a_folder_without_a_checkpoint_is_nothing_to_restore_and_one_with_is_not
     other.step(step)
 
 
-def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_reads(traces, tmp_path):
+def test_a_checkpoint_is_restored_with_equal_optimizer_options(traces, tmp_path):
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.save()
     Trainer(
@@ -165,7 +161,7 @@ def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_rea
     ).restore()
     with pytest.raises(ArgumentError, match=r"TG-TRAIN-066.*optimizer\.lr.*0\.003.*0\.1"):
         Trainer(tiny_model(), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path).restore()
-    with pytest.raises(ArgumentError, match="TG-TRAIN-067"):  # it had none
+    with pytest.raises(ArgumentError, match="TG-TRAIN-067"):  # it had no sequences
         train(traces, tiny_model(), objective=presets.DAPO_DIRECT, out=tmp_path, config=told(), resume=True, sinks=())
     state = next((tmp_path / "checkpoint" / "resume" / "state").glob("*.safetensors"))
     state.write_bytes(state.read_bytes()[:-1] + b"x")
@@ -176,8 +172,8 @@ def test_a_checkpoint_is_taken_up_by_a_run_that_was_told_the_same_of_what_it_rea
 # --- staleness ---
 
 
-def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
-    """Two traces of four terms: versions 3, 3, unknown; 5. The trainer is at 6."""
+def test_staleness_counts_from_the_given_version(traces, tmp_path):
+    """Two traces with four terms of the versions 3, 3, unknown and 5. The trainer has version 6."""
     from tracegrad.alignment.sequences import Sequences
 
     nan = float("nan")
@@ -201,14 +197,14 @@ def test_lag_counts_from_the_version_that_is_told(traces, tmp_path):
     assert run.steps_done == 2
 
 
-def test_a_batch_that_is_stale_throughout_is_not_of_staleness_0(traces, tmp_path):
+def test_a_stale_batch_does_not_have_staleness_0(traces, tmp_path):
     stale = replace(traces, version=np.where(traces.trainable, 3, -1).astype(np.int32))
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     run.step(steps_of(stale, run.objective, 0)[0], version=5)
     assert (run.metrics()["staleness_mean"], run.metrics()["staleness_max"]) == (2, 2)
 
 
-def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkeypatch):
+def test_the_proximal_policy_is_between_the_versions(tmp_path, traces, monkeypatch):
     """`old` would be measured every third step. alpha = (proximal - recorded) / (current - recorded)."""
     import tracegrad.trainer.trainer as module
 
@@ -216,12 +212,12 @@ def test_the_proximal_lies_between_the_versions_by_hand(tmp_path, traces, monkey
     monkeypatch.setattr(
         module, "optimizer_step", lambda t, step, *a, **k: (seen.append(step.alpha), whole(t, step, *a, **k))[1]
     )
-    # All traces but the first are of version 2; its terms are of no known one: of the version that is told.
+    # All traces except the first have version 2. The first has no version, so the given one is used.
     version = np.where(traces.trainable & (np.arange(traces.tokens) >= traces.cu_seqlens[1]), 2, -1)
     some = replace(traces, version=version.astype(np.int32))
     step = next(step for step in steps_of(some, presets.A3PO, 0) if (step.version < 0).any())
-    # Steps 1 to 3 have their proximal at 4, and step 4 at its own version: 2/2, 2/3, 2/4, 1 for those of version 2.
-    # For the others 1 where they are as new as the trained policy, and (4 - 4) / (5 - 4) where the proximal is.
+    # The proximal of steps 1 to 3 is version 4, and of step 4 its own: 2/2, 2/3, 2/4, 1 for terms of version 2.
+    # For the others, 1 if they have the version of the policy, and (4 - 4) / (5 - 4) if they have that of the proximal.
     cases = {"a version a step": ((4, 5, 6, 7), [1, 1, 1, 1]), "a version a refresh": ((4, 4, 4, 5), [1, 0, 0, 1])}
     for name, (versions, fresh) in cases.items():
         run, seen[:] = (
@@ -259,13 +255,13 @@ def adapted(**more):
 
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["norm"]}], ids=str)
-def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path, more):
+def test_merged_weights_match_peft(traces, tmp_path, more):
     run = Trainer(adapted(**more), presets.DAPO_DIRECT, told(optimizer__lr=0.1), out=tmp_path)
     for step in steps_of(traces, run.objective, 0)[:2]:
         run.step(step)
     before = parameters(run.model)
     found = run.weights()
-    assert_same(before, parameters(run.model))  # and the run may go on
+    assert_same(before, parameters(run.model))  # and the run can continue
     bare = tiny_model()
     assert found.keys() == bare.state_dict().keys()
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], bare.model.layers[0].mlp.up_proj.weight)
@@ -279,7 +275,7 @@ def test_merged_weights_are_those_of_the_model_that_peft_merges(traces, tmp_path
     assert_same(found, parameters(run.model.merge_and_unload()))
 
 
-def test_adapters_alone_are_what_peft_writes(traces, tmp_path):
+def test_adapter_weights_match_peft(traces, tmp_path):
     from safetensors.torch import load_file
 
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(train__lora_rank=2), out=tmp_path)
@@ -287,10 +283,10 @@ def test_adapters_alone_are_what_peft_writes(traces, tmp_path):
     assert_same(load_file(run.save() / "adapter_model.safetensors"), run.weights(adapters="alone"))
 
 
-# --- what a step brings and lacks ---
+# --- inputs of a step ---
 
 
-def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
+def test_the_reference_is_the_initial_model(traces, tmp_path):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     run = Trainer(tiny_model(), objective, told(), out=tmp_path)
     [first, second, *_] = steps_of(traces, objective, 0)
@@ -299,11 +295,11 @@ def test_the_reference_is_the_model_as_it_was_given(traces, tmp_path):
     assert np.array_equal(run.add_logprobs(second).ref_logprobs, start)
     assert not np.array_equal(run.compute_logprobs(second), start)
     given = second.with_logprobs(ref=start - 1)
-    assert run.add_logprobs(given) is given  # what a step brings is taken
+    assert run.add_logprobs(given) is given  # logprobs of the step are used
 
 
 @pytest.mark.parametrize("keep_start", [True, False])
-def test_a_mixed_reference_is_a_second_model_that_follows_the_policy(traces, tmp_path, keep_start):
+def test_a_mixed_reference_follows_the_policy(traces, tmp_path, keep_start):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     options = told(train__ref_sync_steps=1, train__ref_mixup_alpha=0.25)
     run = Trainer(tiny_model(), objective, options, out=tmp_path, keep_initial_reference=keep_start)
@@ -328,7 +324,7 @@ def test_adapters_are_not_mixed_and_an_alpha_without_a_cadence_is_refused(traces
 
 
 @pytest.mark.parametrize("how", [{"keep_initial_reference": False}, {"config": {"train__ref_sync_steps": 2}}], ids=str)
-def test_a_reference_that_nothing_can_measure_is_an_error_with_its_cure(traces, tmp_path, how):
+def test_a_missing_reference_is_an_error(traces, tmp_path, how):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     run = Trainer(tiny_model(), objective, told(**how.pop("config", {})), out=tmp_path, **how)
     [step, *_] = steps_of(traces, objective, 0)
@@ -358,7 +354,7 @@ def test_a_reference_is_compared_over_the_ids_that_the_penalty_says(traces, tmp_
     assert trainer.metrics()["kl_ref"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
+def test_ids_rewards_and_versions_that_do_not_fit_are_refused(traces, tmp_path):
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
     [step, *_] = steps_of(replace(traces, ids=np.where(traces.ids == 7, VOCABULARY, traces.ids)), run.objective, 0)
     with pytest.raises(ArgumentError, match=rf"TG-TRAIN-062.*{VOCABULARY}.*{VOCABULARY}"):
@@ -371,7 +367,7 @@ def test_a_policy_is_refused_what_it_cannot_read(traces, tmp_path):
     assert run.metrics() == {}
 
 
-def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
+def test_out_of_memory_names_the_step(traces, tmp_path, monkeypatch):
     import tracegrad.trainer.trainer as module
 
     run = Trainer(tiny_model(), presets.DAPO_DIRECT, told(), out=tmp_path)
@@ -384,7 +380,7 @@ def test_without_memory_the_error_names_the_step(traces, tmp_path, monkeypatch):
         run.step(steps_of(traces, run.objective, 0)[0])
 
 
-def test_a_step_that_nothing_is_left_of_says_so(traces):
+def test_a_step_without_terms_is_reported(traces):
     objective = presets.DR_GRPO
     even = np.where(np.arange(traces.traces) // 4 % 12 < 6, 0.0, 1.0)  # six groups with, six without an advantage
     given = {"tokens_per_row": 64, "groups_per_step": 6, "per": "trace", "requirements": objective.requirements}
@@ -393,11 +389,11 @@ def test_a_step_that_nothing_is_left_of_says_so(traces):
     assert [step.has_trained_tokens for step in packed] == [False, True, False, True]
     assert [len(step) for step in packed if not step.has_trained_tokens] == [0, 0]
     by_rank = pack(traces, even, skip_zero_advantage=True, ranks=30, rank=29, **given)
-    assert [step.has_trained_tokens for step in by_rank] == [False, True, False, True]  # also where this rank has none
+    assert [step.has_trained_tokens for step in by_rank] == [False, True, False, True]  # even if this rank has none
     assert {len(step) for step in by_rank} == {0}
 
 
-def test_adapters_of_the_caller_are_their_own_reference(traces, tmp_path):
+def test_adapters_of_the_caller_use_their_base_as_reference(traces, tmp_path):
     objective = with_kl(presets.DAPO_DIRECT, 0.05)
     run = Trainer(with_adapters(tiny_model(), 2), objective, told(), out=tmp_path)
     assert run.reference is None  # no copy was made

@@ -1,7 +1,5 @@
 """A run of one's own on two ranks is that of one process, under FSDP2 and DDP, with adapters and without."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Run the commands of the how-to on several machines: several processes, and the options of a large run."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """What a wrong line in the loop or its parts would change, worked out from a watched run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

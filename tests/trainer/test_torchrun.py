@@ -1,7 +1,5 @@
 """`torchrun --nnodes 2` in two network namespaces with a bucket between: a killed rank goes on by --max-restarts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a dry run forecasts for each rank is what ranks hold and say: bytes and calls counted on 1, 2 and 4 of them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,10 +4,9 @@ import base64
 import gzip
 import hashlib
 import json
+import os
 import re
 import shlex
-import subprocess
-import sys
 import time
 from html import unescape
 from pathlib import Path
@@ -442,48 +441,31 @@ def test_the_rollouts_of_a_run_appear_when_their_folder_does(tmp_path):
         assert [label["id"] for label in opened.labels([0, 1])] == ["t0", "t1"]
 
 
-def test_a_run_has_the_state_that_its_lock_records(tmp_path):
+@pytest.mark.parametrize(
+    ("lock", "state"),
+    [
+        ("ended done", "done"),
+        ("ended signal", "stopped by a signal"),
+        ("failed RuntimeError", "crashed (RuntimeError)"),
+        ("stopped", "stopped"),
+        ("running elsewhere", "unknown (begun on another machine)"),
+        (None, "crashed"),  # killed: it still says that it runs, and nobody holds the lock
+    ],
+)
+def test_a_run_has_the_state_that_its_lock_records(tmp_path, lock, state):
     run = RunDirectory(tmp_path / "run")
-
-    def fail(error):
-        with run.lock():
-            run.begin()
-            raise error
-
     assert state_of(run.path) == "not started"
     with run.lock():
         run.begin()
         (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
-        assert state_of(run.path) == "running"
-        assert state_of(run.path, time.time() + 9999) == "running"  # a long step is no end
-        run.end("done")
-    assert state_of(run.path) == "done"
-    with run.lock():
-        run.begin()
-        run.end("signal")
-    assert state_of(run.path) == "stopped by a signal"
-    with pytest.raises(RuntimeError):
-        fail(RuntimeError("no"))
-    assert state_of(run.path) == "crashed (RuntimeError)"
-    assert "<td>crashed (RuntimeError)</td>" in page([run.path])
-    with pytest.raises(SystemExit):
-        fail(SystemExit(3))
-    assert state_of(run.path) == "crashed (SystemExit)"
-    with run.lock():
-        run.begin()
-    (run.path / manifest.LOCK).write_text(
-        (run.path / manifest.LOCK).read_text().split("\n")[0] + "\nrunning elsewhere\n"
-    )
-    assert state_of(run.path, time.time() + 9999) == "unknown (begun on another machine)"
-    with pytest.raises(KeyboardInterrupt):
-        fail(KeyboardInterrupt())
-    assert state_of(run.path) == "stopped"
-    # A later crash counts, although an earlier part of the run wrote its summary.
-    (run.path / "summary.json").write_text('{"stopped": "signal"}')
-    code = "import os, sys; from tracegrad.storage.run_dir import RunDirectory; run = RunDirectory(sys.argv[1])\n"
-    code += "with run.lock(): run.begin(); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", code, str(run.path)], check=False)
-    assert state_of(run.path) == "crashed"
+        os.utime(run.path / "metrics.jsonl", (1, 1))
+        assert state_of(run.path) == "running"  # a long step is no end
+        head, _, running = (run.path / manifest.LOCK).read_text().partition("\n")
+    # A later end counts, although an earlier part of the run wrote its summary.
+    (run.path / "summary.json").write_text('{"stopped": "signal"}' if lock is None else "{}")
+    (run.path / manifest.LOCK).write_text(f"{head}\n{running.strip() if lock is None else lock}\n")
+    assert state_of(run.path) == state
+    assert f"<td>{state}</td>" in page([run.path])
 
 
 def test_all_settings_that_differ_and_the_mismatches_of_two_runs_are_tables(tmp_path, monkeypatch):

@@ -95,8 +95,7 @@ def test_the_handshake_is_what_vllms_own_classes_take(request, tmp_path):
 STEPS = ["start_weight_update", "update_weights", "finish_weight_update", "resume"]
 
 
-def test_weights_that_are_on_no_gpu_are_refused_by_name(tmp_path):
-    import asyncio
+async def test_weights_that_are_on_no_gpu_are_refused_by_name(tmp_path):
 
     import torch
 
@@ -104,11 +103,8 @@ def test_weights_that_are_on_no_gpu_are_refused_by_name(tmp_path):
     from tracegrad.rollout.client import Servers
     from tracegrad.weight_sync import Nccl
 
-    async def run():
-        async with Servers(["http://127.0.0.1:9"], model="m") as servers:
-            with pytest.raises(ArgumentError, match="TG-SYNC-010: embed"):
-                await Nccl(servers).push({"embed": torch.ones(2)}, 1)
-            with pytest.raises(ArgumentError, match="TG-SYNC-009"):
-                await Nccl(servers).push(tmp_path, 1)
-
-    asyncio.run(run())
+    async with Servers(["http://127.0.0.1:9"], model="m") as servers:
+        with pytest.raises(ArgumentError, match="TG-SYNC-010: embed"):
+            await Nccl(servers).push({"embed": torch.ones(2)}, 1)
+        with pytest.raises(ArgumentError, match="TG-SYNC-009"):
+            await Nccl(servers).push(tmp_path, 1)

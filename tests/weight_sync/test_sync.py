@@ -100,13 +100,7 @@ def test_a_push_pauses_updates_finishes_and_resumes_in_this_order(tmp_path):
     assert pushed[0].lines() == []
 
 
-FAULTS = {
-    "raises": 500,
-    "success false": {"success": False},
-    "hangs": hang,
-    "refuses": 400,
-    "drops": drop,
-}
+FAULTS = {"raises": 500, "success false": {"success": False}, "hangs": hang, "refuses": 400, "drops": drop}
 PATIENCE_S = dict.fromkeys(FAULTS, 60.0) | {"hangs": 2.0}
 """Only what hangs is waited for so long; what answers is given the time that a machine under load may take."""
 
@@ -157,75 +151,63 @@ def test_no_server_left_is_an_error_with_what_each_said(tmp_path):
         pushing(answer, answer, tmp_path=tmp_path)
 
 
-def test_a_server_that_is_gone_gets_the_weights_before_it_is_asked_again(tmp_path):
-    async def run():
-        first, second = Vllm(), Vllm(port=free_port())
-        async with first, second, Servers([first.url, second.url], **FAST) as servers:
-            sync = File(servers, tmp_path)
-            await sync.push(WEIGHTS, 1)
-            await second.__aexit__()
-            pushed = await sync.push(WEIGHTS, 2)
-            assert (pushed.updated, pushed.unreachable, pushed.evicted) == ((first.url,), (second.url,), ())
-            assert second.url in pushed.lines()[0]
-            # Started again, it holds the weights that it was started with.
-            async with Vllm(port=second.port) as back:
-                await until(lambda: not [row for row in servers.state() if row["out"]])
-                assert back.version == "2"
-                assert back.paths.index("/resume") > back.paths.index("/finish_weight_update")
-                answers = [await servers.chat({}, session=str(n)) for n in range(4)]
-                assert {answer["version"] for answer in answers} == {"2"}
-                assert back.asked("/v1/chat/completions") or first.asked("/v1/chat/completions")
-
-    asyncio.run(run())
+async def test_a_server_that_is_gone_gets_the_weights_before_it_is_asked_again(tmp_path):
+    first, second = Vllm(), Vllm(port=free_port())
+    async with first, second, Servers([first.url, second.url], **FAST) as servers:
+        sync = File(servers, tmp_path)
+        await sync.push(WEIGHTS, 1)
+        await second.__aexit__()
+        pushed = await sync.push(WEIGHTS, 2)
+        assert (pushed.updated, pushed.unreachable, pushed.evicted) == ((first.url,), (second.url,), ())
+        assert second.url in pushed.lines()[0]
+        # Started again, it holds the weights that it was started with.
+        async with Vllm(port=second.port) as back:
+            await until(lambda: not [row for row in servers.state() if row["out"]])
+            assert back.version == "2"
+            assert back.paths.index("/resume") > back.paths.index("/finish_weight_update")
+            answers = [await servers.chat({}, session=str(n)) for n in range(4)]
+            assert {answer["version"] for answer in answers} == {"2"}
+            assert back.asked("/v1/chat/completions") or first.asked("/v1/chat/completions")
 
 
-def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
-    async def run():
-        async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
-            await File(servers, tmp_path).push(WEIGHTS, 1)
-            servers.suspend(stand.url, "cut off")
-            assert await servers.usable(60.0)
-            assert stand.paths.count("/update_weights") == 1
-
-    asyncio.run(run())
+async def test_a_server_that_was_only_cut_off_is_not_sent_what_it_has(tmp_path):
+    async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
+        await File(servers, tmp_path).push(WEIGHTS, 1)
+        servers.suspend(stand.url, "cut off")
+        assert await servers.usable(60.0)
+        assert stand.paths.count("/update_weights") == 1
 
 
-def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(tmp_path):
-    async def run():
-        seen = asyncio.Event()
+async def test_a_server_that_comes_back_during_a_push_is_not_sent_two_updates_at_once(tmp_path):
+    seen = asyncio.Event()
 
-        async def slowly(request):
-            await seen.wait()
-            return web.json_response({})
+    async def slowly(request):
+        await seen.wait()
+        return web.json_response({})
 
-        async with Vllm(lambda path, times: slowly if path == "/update_weights" else None) as stand:
-            stand.half = False
-            async with Servers([stand.url], **FAST) as servers:
-                sync = File(servers, tmp_path)
-                pushing = asyncio.ensure_future(sync.push(WEIGHTS, 1))
-                await until(lambda: stand.asked("/update_weights"))
-                servers.suspend(stand.url, "cut off")  # asked for its health, then brought up to date
-                await until(lambda: stand.asked("/health"))
-                await asyncio.sleep(0.1)  # for what must not come
-                seen.set()
-                assert (await pushing).updated
-                assert await servers.usable(60.0)
-                steps = [path for path in stand.paths if path in PUSH]
-                assert steps == PUSH * (len(steps) // len(PUSH))
-                assert len(steps) == 2 * len(PUSH)
-
-    asyncio.run(run())
-
-
-def test_all_gone_waits_and_then_is_an_error(tmp_path):
-    async def run():
-        async with Vllm() as stand:
-            pass
+    async with Vllm(lambda path, times: slowly if path == "/update_weights" else None) as stand:
+        stand.half = False
         async with Servers([stand.url], **FAST) as servers:
-            with pytest.raises(SyncError, match=rf"TG-SYNC-019.*{stand.url}"):
-                await File(servers, tmp_path, timeout_s=0.4).push(WEIGHTS, 1)
+            sync = File(servers, tmp_path)
+            pushing = asyncio.ensure_future(sync.push(WEIGHTS, 1))
+            await until(lambda: stand.asked("/update_weights"))
+            servers.suspend(stand.url, "cut off")  # asked for its health, then brought up to date
+            await until(lambda: stand.asked("/health"))
+            await asyncio.sleep(0.1)  # for what must not come
+            seen.set()
+            assert (await pushing).updated
+            assert await servers.usable(60.0)
+            steps = [path for path in stand.paths if path in PUSH]
+            assert steps == PUSH * (len(steps) // len(PUSH))
+            assert len(steps) == 2 * len(PUSH)
 
-    asyncio.run(run())
+
+async def test_all_gone_waits_and_then_is_an_error(tmp_path):
+    async with Vllm() as stand:
+        pass
+    async with Servers([stand.url], **FAST) as servers:
+        with pytest.raises(SyncError, match=rf"TG-SYNC-019.*{stand.url}"):
+            await File(servers, tmp_path, timeout_s=0.4).push(WEIGHTS, 1)
 
 
 def test_caches_are_cleared_unless_told_otherwise(tmp_path):
@@ -289,22 +271,19 @@ def test_tied_tensors_are_stored_once_and_parts_of_one_memory_apart():
         deduplicate({})
 
 
-def test_a_file_that_exists_is_pushed_as_it_is(tmp_path):
-    async def run():
-        async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
-            sync = File(servers, tmp_path / "never")
-            write(tmp_path / "own.safetensors", WEIGHTS, 1)
-            for version in (1, 2, 3):
-                await sync.push(tmp_path / "own.safetensors", version)
-            assert stand.version == "3"
-            assert (tmp_path / "own.safetensors").exists()
-            with pytest.raises(ArgumentError, match="TG-SYNC-005"):
-                await sync.push(tmp_path / "other", 4)
-            for bad in (-1, "7", True, 1.5):
-                with pytest.raises(ArgumentError, match="TG-SYNC-018"):
-                    await sync.push(WEIGHTS, bad)
-
-    asyncio.run(run())
+async def test_a_file_that_exists_is_pushed_as_it_is(tmp_path):
+    async with Vllm() as stand, Servers([stand.url], **FAST) as servers:
+        sync = File(servers, tmp_path / "never")
+        write(tmp_path / "own.safetensors", WEIGHTS, 1)
+        for version in (1, 2, 3):
+            await sync.push(tmp_path / "own.safetensors", version)
+        assert stand.version == "3"
+        assert (tmp_path / "own.safetensors").exists()
+        with pytest.raises(ArgumentError, match="TG-SYNC-005"):
+            await sync.push(tmp_path / "other", 4)
+        for bad in (-1, "7", True, 1.5):
+            with pytest.raises(ArgumentError, match="TG-SYNC-018"):
+                await sync.push(WEIGHTS, bad)
 
 
 class Far(Servers):
@@ -323,29 +302,26 @@ class Far(Servers):
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_an_open_server_beyond_this_machine_is_refused(guarded, tmp_path):
-    async def run():
-        stand = Vllm()
-        stand.fault = lambda path, times: (
-            401 if guarded and stand.headers[-1].get("Authorization") != "Bearer secret" else None
-        )
-        async with stand:
-            async with Far(stand) as servers:
-                said = "TG-SYNC-002" if guarded else r"TG-SYNC-001.*200"
-                with pytest.raises(ArgumentError, match=said):
+async def test_an_open_server_beyond_this_machine_is_refused(guarded, tmp_path):
+    stand = Vllm()
+    stand.fault = lambda path, times: (
+        401 if guarded and stand.headers[-1].get("Authorization") != "Bearer secret" else None
+    )
+    async with stand:
+        async with Far(stand) as servers:
+            said = "TG-SYNC-002" if guarded else r"TG-SYNC-001.*200"
+            with pytest.raises(ArgumentError, match=said):
+                await File(servers, tmp_path).push(WEIGHTS, 1)
+            assert stand.paths == ["/is_paused"]
+        async with Far(stand, key="secret") as servers:
+            if guarded:
+                assert (await File(servers, tmp_path).push(WEIGHTS, 1)).updated
+            else:
+                with pytest.raises(ArgumentError, match="TG-SYNC-001"):
                     await File(servers, tmp_path).push(WEIGHTS, 1)
-                assert stand.paths == ["/is_paused"]
-            async with Far(stand, key="secret") as servers:
-                if guarded:
-                    assert (await File(servers, tmp_path).push(WEIGHTS, 1)).updated
-                else:
-                    with pytest.raises(ArgumentError, match="TG-SYNC-001"):
-                        await File(servers, tmp_path).push(WEIGHTS, 1)
-
-    asyncio.run(run())
 
 
-def test_the_guard_lets_in_who_has_the_token(monkeypatch):
+async def test_the_guard_lets_in_who_has_the_token(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(ArgumentError, match="TG-SYNC-003"):
         Guard(lambda *_: None)
@@ -358,20 +334,17 @@ def test_the_guard_lets_in_who_has_the_token(monkeypatch):
     async def send(message):
         sent.append(message)
 
-    async def run():
-        guard = Guard(app)
-        for kind, path, token in [
-            ("http", "/pause", None),
-            ("http", "/v1/models", b"Bearer other"),
-            ("websocket", "/v1/realtime", None),
-            ("http", "/health/../pause", None),
-            ("http", "/health", None),
-            ("http", "/pause", b"Bearer secret"),
-        ]:
-            headers = [] if token is None else [(b"authorization", token)]
-            await guard({"type": kind, "path": path, "headers": headers}, None, send)
-
-    asyncio.run(run())
+    guard = Guard(app)
+    for kind, path, token in [
+        ("http", "/pause", None),
+        ("http", "/v1/models", b"Bearer other"),
+        ("websocket", "/v1/realtime", None),
+        ("http", "/health/../pause", None),
+        ("http", "/health", None),
+        ("http", "/pause", b"Bearer secret"),
+    ]:
+        headers = [] if token is None else [(b"authorization", token)]
+        await guard({"type": kind, "path": path, "headers": headers}, None, send)
     assert let_in == ["/health", "/pause"]
     said = [message.get("status", message.get("code")) for message in sent if "body" not in message]
     assert said == [401, 401, 1008, 401]
