@@ -110,7 +110,8 @@ class Traces:
         """Return columns with one entry for each of the G generations of all traces, in order.
 
         [G] int64: trace, turn, tokens (listed), ids, prompt_ids, logprobs (numbers of entries, -1 if there are none),
-        rendered (1 if the prompt is the rendered messages), missing, invalid, logprob_kind (0 unknown, 1 raw, 2
+        rendered (1 if the prompt is the rendered messages), missing, invalid, filled (logprobs that `tracegrad fill`
+        measured), filled_kind (0 none), spelled (1 if tokens have texts or bytes), logprob_kind (0 unknown, 1 raw, 2
         processed), version (-1 unknown), context (messages), content_bytes (of string content, U+FFFD counted as one;
         -1 if it is not a string), system (1 if the context starts with a system message), stop_id (-1 none), stop_text
         (0, 1), left_out (bits: 1 the request has no temperature, 2 no top_p, 4 the server reads missing options from

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tracegrad import _core, _html
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import LEVELS, SAMPLED
+from tracegrad.data.codes import FILLED, LEVELS, SAMPLED
 
 REFORMATTED, INCOMPLETE = 13, 28  # R13, R28
 GAP = "the listed tokens spell"
@@ -138,10 +138,29 @@ def find_wrong_context(
             )
             if not (columns["source"][later] == SAMPLED).any():
                 continue
-            if not has_gap and not np.isin(columns["alignment_level"][turn_tokens], SPELLED).all():
-                continue
+            level = columns["alignment_level"][turn_tokens]
+            if not has_gap and not np.isin(level, SPELLED).all():
+                # The level of a filled token does not show whether its id is recorded.
+                generation = traces.generations(int(trace_rows[row]))[turn]
+                is_spelled = generation["token_ids"] is None and (generation["has_bytes"] or generation["has_texts"])
+                if not is_spelled or not np.isin(level, [*SPELLED, FILLED]).all():
+                    continue
             if not has_gap and messages[0] != row:
                 messages = row, turn_messages(traces, int(trace_rows[row]))
             if has_gap or lacks_tool_call(messages[1][turn], tokenizer.decode(columns["ids"][turn_tokens].tolist())):
                 mask[later] = True
     return mask
+
+
+def count_inexact(recorded: int, exact: int, levels: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
+    """Return the number of recorded tokens without an exact id and a logprob, and of those with a filled logprob.
+
+    Args:
+        recorded, exact: as in `AlignmentReport`.
+        levels: alignment level to counts, as `Sequences.levels` returns them.
+
+    >>> count_inexact(10, 6, {"T0": {"tokens": 6}, "T7": {"tokens": 3}})  # 3 logprobs were measured afterwards
+    (1, 3)
+    """
+    filled = min(levels.get(LEVELS[FILLED], {}).get("tokens", 0), recorded - exact)
+    return recorded - exact - filled, filled

@@ -196,7 +196,7 @@ class Zeros:
     def add(self, look: TraceBatch) -> None:
         """Add one batch."""
         own, generation = look.sampled, look.sampled_generation
-        logprobs = look.sequences.rollout_logprobs[own].astype(np.float64)
+        logprobs = look.recorded_logprobs.astype(np.float64)
         temperature = look["temperature"][generation]
         present = ~np.isnan(logprobs)
         values = logprobs[present & (logprobs != 0)] / ROUNDED
@@ -285,11 +285,12 @@ FILLED_TAIL = 4  # least number of zeros at the end of a turn that has other val
     hides=("missing_logprobs", "mismatches"),
 )
 def no_logprobs(look: TraceBatch) -> Hits:
-    """Detect turns that do not list any logprob.
+    """Detect turns that do not list any logprob, and for which `tracegrad fill` measured none.
 
     Threshold: any turn costs; wrong if no turn has logprobs.
     """
     none = (look["logprobs"] <= 0) | ((look["missing"] > 0) & (look["missing"] == look["logprobs"]))
+    none &= look.filled == 0
     return look.hits(none, None, lambda g: "the record has no logprobs")
 
 
@@ -305,8 +306,25 @@ def missing_logprobs(look: TraceBatch) -> Hits:
 
     Threshold: any turn. A missing logprob is NaN and masked, never 0.
     """
-    some = (look["missing"] > 0) & (look["missing"] < look["logprobs"])
-    return look.hits(some, None, lambda g: f"{look['missing'][g]} of {look['logprobs'][g]} are missing")
+    missing = np.maximum(look["missing"] - look.filled, 0)
+    some = (missing > 0) & (missing < look["logprobs"])
+    return look.hits(some, None, lambda g: f"{missing[g]} of {look['logprobs'][g]} are missing")
+
+
+@check(
+    "logprobs that were measured afterwards",
+    note=0.0,
+    impact="tracegrad fill measured these logprobs with a checkpoint; the record does not contain them. They are right "
+    "only if this checkpoint sampled the tokens. They cannot show how far the sampling engine is from the trainer.",
+    fix="Nothing. --filter.worst_level T6 leaves such traces out of training. Record logprobs=true next time.",
+)
+def measured_logprobs(look: TraceBatch) -> Hits:
+    """Detect turns with tokens of alignment level T7.
+
+    Threshold: any such turn; always a note.
+    """
+    recorded = np.maximum(look["logprobs"], 0) - look["missing"] * (look["logprobs"] > 0)
+    return look.hits(look.filled > 0, None, lambda g: f"{look.filled[g]} logprobs filled, {recorded[g]} recorded")
 
 
 @check(
@@ -409,7 +427,7 @@ def raw_at_temperature(look: TraceBatch) -> Hits:
     return look.hits(
         hit,
         None,
-        lambda g: f"temperature {look.sampling_mismatch[g]['temperature']}, logprobs {kinds[look['logprob_kind'][g]]}",
+        lambda g: f"temperature {look.sampling_mismatch[g]['temperature']}, logprobs {kinds[look.logprob_kind[g]]}",
     )
 
 
@@ -441,8 +459,7 @@ def reshaped_sampling(look: TraceBatch) -> Hits:
         hit,
         None,
         lambda g: (
-            f"{format_options(reshaping[g])}, logprobs "
-            f"{kinds[look['logprob_kind'][g]]}{_mass_note(look, g, reshaping[g])}"
+            f"{format_options(reshaping[g])}, logprobs {kinds[look.logprob_kind[g]]}{_mass_note(look, g, reshaping[g])}"
         ),
     )
 

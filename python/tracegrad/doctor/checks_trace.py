@@ -110,7 +110,7 @@ def unrecorded_tools(look: TraceBatch) -> Hits:
     Threshold: any turn, because its prompt is not the one it was sampled from.
     """
     calls = np.isin(look.finish, ["tool_calls", "tool_use"])
-    rendered = (look["logprobs"] > 0) & (look["prompt_ids"] < 0)
+    rendered = look.has_logprobs & (look["prompt_ids"] < 0)
     bare = [trace for trace in np.unique(look.trace[calls & rendered]) if not look.traces.core.tools(int(trace))]
     return look.hits(rendered & np.isin(look.trace, bare))
 

@@ -98,7 +98,8 @@ def next_command(
     if not stats.traces:
         if not (sample := _sample(sources, map_flags)):
             return None
-        text_only = all(turn.logprobs is None for trace in sample for turn in trace.generations)
+        turns = [turn for trace in sample for turn in trace.generations]
+        text_only = all(turn.logprobs is None and turn.filled_logprobs is None for turn in turns)
     elif "nothing_to_train" in wrong and not (foreign_ids and text_only):
         return None
     if "reward" in missing and "--map.reward" not in map_flags:
@@ -215,6 +216,7 @@ BATCH_CHECKS: tuple[Check, ...] = (
     checks_trace.unrecorded_tools,
     checks_trace.overlong,
     checks_logprobs.missing_logprobs,
+    checks_logprobs.measured_logprobs,
     checks_tokens.missing_messages,
     checks_tokens.other_prompt,
     checks_images.pictures_as_sent,

@@ -13,7 +13,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data.trace import Traces
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.shift_test import LagTest, lag_test
-from tracegrad.doctor.trace_batch import Array
+from tracegrad.doctor.trace_batch import Array, without_filled
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.images.processor import decode_image, is_transparent
 from tracegrad.packing import pack
@@ -234,7 +234,7 @@ def rescore(
     sequences, broken = _without_broken_images(aligned, lambda row: Place.of(traces, index_of[aligned.trace_ids[row]]))
     if not len(sequences.terms) and not broken.count:
         return None
-    terms = sequences.terms[~np.isnan(sequences.rollout_logprobs[sequences.terms])]
+    terms = sequences.terms[~np.isnan(without_filled(sequences)[sequences.terms])]
     if not len(terms):
         return LogprobComparison(np.zeros(0), np.zeros(0), np.zeros(1, np.int64), [], for_data(aligned), broken=broken)
     recomputed = _recomputed(sequences, model)

@@ -106,7 +106,7 @@ def _marks(look: TraceBatch) -> tuple[Array, Array, Array]:
 def _improbable_marks(look: TraceBatch) -> list[tuple[int, int, int]]:
     """Return marks of traces, greedy ones excepted, whose tokens are too improbable to be drawn twice by chance."""
     owner = look.trace[look.sampled_generation]
-    ids, logprobs = look.sequences.ids[look.sampled], look.sequences.rollout_logprobs[look.sampled]
+    ids, logprobs = look.sequences.ids[look.sampled], look.recorded_logprobs
     cu = np.searchsorted(owner, np.arange(len(look.traces) + 1))
     known_before = np.concatenate([[0], np.cumsum(~np.isnan(logprobs))])
     surprise_before = np.concatenate([[0.0], np.cumsum(-np.nan_to_num(logprobs.astype(np.float64)))])
@@ -252,7 +252,7 @@ class TurnSample:
     def add(self, look: TraceBatch) -> None:
         """Add every `stride`-th turn that has known ids, at least 3 tokens and at least one logprob."""
         sequences, own = look.sequences, look.sampled
-        logprobs = sequences.rollout_logprobs[own]
+        logprobs = look.recorded_logprobs
         cu = np.searchsorted(look.sampled_generation, np.arange(look.generations + 1))
         logprob_count = np.bincount(look.sampled_generation[~np.isnan(logprobs)], minlength=look.generations)
         eligible = np.flatnonzero(look.has_known_ids & (np.diff(cu) >= 3) & (logprob_count > 0))
@@ -322,8 +322,8 @@ class DatasetStats:
     Args:
         source: the file as the user named it.
         read: counters of the reader.
-        traces, turns, recorded, exact, terms: sums over batches: traces read, turns, recorded tokens, tokens with an
-            exact id and logprob, tokens that would be trained.
+        traces, turns, recorded, exact, filled, terms: sums over batches: traces read, turns, recorded tokens, tokens
+            with an exact id and logprob, tokens with a filled logprob, tokens that would be trained.
         longest_branch: tokens of the longest branch.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
         headless: turns in which only the first logprob is missing.
@@ -339,6 +339,7 @@ class DatasetStats:
     turns: int = 0
     recorded: int = 0
     exact: int = 0
+    filled: int = 0
     terms: int = 0
     longest_branch: int = 0
     unaligned: int = 0
@@ -375,10 +376,11 @@ class DatasetStats:
         self.headless += look.hits(look.missing_first_logprob)
         unprompted = (look["context"] == 0) & (look["prompt_ids"] < 0)
         self.without_prompt += sum(bool(unprompted[generation]) for generation in look.mismatches(PROMPT_MISMATCH))
-        self.without_logprobs += int(np.sum(look["logprobs"] <= 0))
-        unknown = (look["logprob_kind"] == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
-        self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & (look["logprobs"] > 0)))
-        self.unknown_logprob_kind += int(np.sum(unknown & (look["logprobs"] > 0)))
+        self.filled += int(look.filled.sum())
+        self.without_logprobs += int(np.sum(~look.has_logprobs))
+        unknown = (look.logprob_kind == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
+        self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & look.has_logprobs))
+        self.unknown_logprob_kind += int(np.sum(unknown & look.has_logprobs))
         self.few.add(look.traces)
         for part in (self.copies, self.rewards, self.alike, self.versions, self.sample, self.zeros):
             part.add(look)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment.mismatch import SPELLED, lacks_tool_call, turn_messages
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import LOGPROB_KINDS, SAMPLED
+from tracegrad.data.codes import FILLED, LOGPROB_KINDS, SAMPLED
 from tracegrad.data.field_map import parse_record
 from tracegrad.data.json_path import DEEPEST
 from tracegrad.data.sampling import CANONICAL_NAMES, MASKS, NEUTRAL_VALUES, mismatch, options_on
@@ -161,6 +161,11 @@ def _sampling_options(value: Any) -> dict[str, Any]:
     }
 
 
+def without_filled(sequences: Sequences) -> Array:
+    """Return [T] float32: the recorded logprobs; NaN where there is none, or `tracegrad fill` measured it."""
+    return np.where(sequences.alignment_level == FILLED, np.float32(np.nan), sequences.rollout_logprobs)
+
+
 class TraceBatch:
     """One batch of traces as flat columns.
 
@@ -247,9 +252,34 @@ class TraceBatch:
     @cached_property
     def has_known_ids(self) -> Array:
         """[G] bool: whether all listed tokens are in a branch, with ids that the record determines."""
-        text = self.sequences.alignment_level[self.sampled] >= FIRST_TEXT_LEVEL
+        level = self.sequences.alignment_level[self.sampled]
+        has_ids = (self["ids"] >= 0) | (self["spelled"] > 0)
+        # The level of a filled token does not show whether its id is recorded.
+        text = np.where(level == FILLED, ~has_ids[self.sampled_generation], level >= FIRST_TEXT_LEVEL)
         canonical = np.bincount(self.sampled_generation[text], minlength=self.generations) > 0
         return (self.aligned > 0) & (self.aligned >= self["tokens"]) & ~canonical
+
+    @cached_property
+    def recorded_logprobs(self) -> Array:
+        """[S] float32: the recorded logprobs of the sampled tokens, NaN where there is none or it was filled."""
+        return without_filled(self.sequences)[self.sampled]
+
+    @cached_property
+    def filled(self) -> Array:
+        """[G] number of tokens of each generation with a logprob that `tracegrad fill` measured."""
+        own, sequences = self.sampled, self.sequences
+        is_filled = (sequences.alignment_level[own] == FILLED) & ~np.isnan(sequences.rollout_logprobs[own])
+        return np.bincount(self.sampled_generation[is_filled], minlength=self.generations)
+
+    @cached_property
+    def has_logprobs(self) -> Array:
+        """[G] bool: whether a logprob of the generation is recorded or filled."""
+        return (self["logprobs"] > 0) | (self.filled > 0)
+
+    @cached_property
+    def logprob_kind(self) -> Array:
+        """[G] index into `LOGPROB_KINDS` of the recorded logprobs, or of the filled ones if none is recorded."""
+        return np.where((self["logprobs"] <= 0) & (self.filled > 0), self["filled_kind"], self["logprob_kind"])
 
     @cached_property
     def unlisted_tool_call(self) -> Array:
@@ -259,7 +289,8 @@ class TraceBatch:
         ids, level = self.sequences.ids[self.sampled], self.sequences.alignment_level[self.sampled]
         for g in np.flatnonzero((self.finish == "tool_calls") & self.has_known_ids):
             span = slice(cu[g], cu[g + 1])
-            if np.isin(level[span], SPELLED).all():
+            is_filled_text = (level[span] == FILLED) & (self["ids"][g] < 0)
+            if (np.isin(level[span], SPELLED) | is_filled_text).all():
                 message = turn_messages(self.traces.core, int(self.trace[g]))[int(self.turn[g])]
                 flags[g] = lacks_tool_call(message, self.vocabulary.tokenizer.decode(ids[span].tolist()))
         return flags
@@ -332,7 +363,7 @@ class TraceBatch:
 
     def _changed_options(self) -> dict[int, dict[str, Any]]:
         """Return for each generation with logprobs the options for which `sampling.mismatch` finds a difference."""
-        temperature, top_p, kinds = self["temperature"], self["top_p"], self["logprob_kind"]
+        temperature, top_p, kinds = self["temperature"], self["top_p"], self.logprob_kind
         sampling = dict[int, dict[str, Any]]()
         for g in np.flatnonzero((~np.isnan(temperature) & (temperature != 1)) | (top_p < 1)):
             columns = {"temperature": temperature[g], "top_p": top_p[g]}
@@ -362,7 +393,7 @@ class TraceBatch:
                         **sampling.get(g, {}),
                     }
         causes = {
-            g: mismatch(options, LOGPROB_KINDS[kinds[g]]) for g, options in sampling.items() if self["logprobs"][g] > 0
+            g: mismatch(options, LOGPROB_KINDS[kinds[g]]) for g, options in sampling.items() if self.has_logprobs[g]
         }
         return {g: cause for g, cause in sorted(causes.items()) if cause}
 
@@ -376,7 +407,7 @@ class TraceBatch:
             return {}
         omitted = dict[int, list[str]]()
         bits = {"temperature": TEMPERATURE_LEFT_OUT, "top_p": TOP_P_LEFT_OUT}
-        for g in np.flatnonzero((self["left_out"] & REQUEST != 0) & (self["logprobs"] > 0)):
+        for g in np.flatnonzero((self["left_out"] & REQUEST != 0) & self.has_logprobs):
             request, flags = self["sampling"][g] or {}, int(self["left_out"][g])
             names = [name for name in self.defaults if flags & bits.get(name, REQUEST) and name not in request]
             if names:

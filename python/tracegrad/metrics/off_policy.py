@@ -441,7 +441,7 @@ STALENESS_STARTS = (0, 1, 2, 3, 4, 8, 16)
 """First staleness of each cell; the last range is open."""
 TURNS = 8
 """Number of turns with a separate cell; later turns share one cell."""
-_LEVELS = 7
+_LEVELS = 8
 
 
 @dataclass(frozen=True)

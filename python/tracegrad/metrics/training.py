@@ -265,7 +265,7 @@ TRAINING: tuple[Metric, ...] = (
         "share",
         None,
         "tokens",
-        "Tokens with a recorded rollout logprob. `old` is ART's word for the recorded logprobs.",
+        "Tokens with a rollout logprob, recorded or filled. `old` is ART's word for the recorded logprobs.",
     ),
     Metric(
         "rollout_logprob_coverage_all",

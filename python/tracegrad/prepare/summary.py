@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.alignment.mismatch import count_inexact
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.store import hashes
 from tracegrad.alignment.tokenizer import Tokenizer
@@ -200,8 +201,11 @@ class IngestSummary:
         out += _table("level", ("tokens", "trainable", "generations"), self.levels, LEVEL_TEXT)
         out += self._guessed()
         if self.recorded and self.levels.keys() - {"T6"}:
-            share = 1 - self.exact / self.recorded
+            inexact, filled = count_inexact(self.recorded, self.exact, self.levels)
+            share = inexact / self.recorded
             out.append(f"align    {share:.3%} of {self.recorded:,} recorded tokens could not be matched exactly")
+            if filled:
+                out.append(f"filled   {filled:,} more have no recorded logprob: tracegrad fill measured it afterwards")
         out += _table("reason", ("findings", "traces", "tokens"), self.alignment_report, {})
         return out
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import _validation
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.codes import LOGPROB_KINDS
+from tracegrad.data.codes import FILLED, LOGPROB_KINDS
 from tracegrad.data.sampling import kept_mass, options_on
 from tracegrad.errors import ArgumentError
 from tracegrad.metrics import OffPolicySums
@@ -47,7 +47,7 @@ class Measurements:
 
     Args:
         terms: number of trained tokens.
-        missing: share of them without a recorded logprob.
+        missing: share of them without a logprob, recorded or filled.
         kinds: kinds of logprobs in the recording, by name.
         raw_temperature: whether a trace has a temperature other than 1 and logprobs that are not processed.
         kl: mean of log rollout/old, nats: KL(rollout || old).
@@ -56,6 +56,7 @@ class Measurements:
         staleness: median staleness of trained tokens, in policy versions.
         reshaped: sampling options other than temperature that were on, so that tokens have another distribution.
         kept: mean and minimum of the probability mass S that these options kept, for processed logprobs.
+        filled: share of trained tokens whose logprob `tracegrad fill` measured afterwards (level T7).
     """
 
     terms: int
@@ -68,9 +69,11 @@ class Measurements:
     staleness: float | None = None
     reshaped: tuple[str, ...] = ()
     kept: tuple[float, float] | None = None
+    filled: float = 0.0
 
     def __str__(self) -> str:
         rows = {"missing": f"{self.missing:.1%}", "kind": ", ".join(self.kinds)}
+        rows |= {"filled": f"{self.filled:.1%}"} if self.filled else {}
         if self.kl is not None:
             rows |= {"KL(rollout||old)": f"{self.kl:.2g} nats", "old/rollout outside [0.5, 2]": f"{self.outside:.1%}"}
             rows |= {"ESS": f"{self.ess:.2f}"}
@@ -165,6 +168,7 @@ def measure(sequences: Sequences, old: ArrayLike | None = None) -> Measurements:
     measurements: dict[str, Any] = {
         "terms": len(terms),
         "missing": 1.0 - float(known.mean()),
+        "filled": float((known & (sequences.alignment_level[terms] == FILLED)).mean()),
         "kinds": tuple(LOGPROB_KINDS[code] for code in np.unique(kind[known])),
         "raw_temperature": _has_raw_temperature(sequences, np.unique(owner[known])),
         "staleness": float(np.median(recorded.max() - recorded)) if len(recorded) else None,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tracegrad._html import escape, number, percent, visible
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.codes import LEVELS, PROMPT, SAMPLED
+from tracegrad.data.codes import FILLED, LEVELS, PROMPT, SAMPLED
 from tracegrad.errors import TracegradError
 from tracegrad.images import Images
 from tracegrad.images.processor import decode_image
@@ -429,12 +429,17 @@ class Writer:
         name = f", level {LEVELS[level]}" if level < len(LEVELS) else ""
         return f"sampled{name}, turn {int(self.sequences.turn[place])}"
 
+    def _source(self, place: int) -> str:
+        """Return whether the rollout logprob of a token was recorded, or measured by `tracegrad fill`."""
+        return "filled" if self.sequences.alignment_level[place] == FILLED else "recorded"
+
     def _recorded(self, place: int) -> list[str]:
         """Return facts about a sampled token from its record."""
         s = self.sequences
         facts = [self._origin(place), "trained token" if s.trainable[place] else "not trained"]
         logprob, version = float(s.rollout_logprobs[place]), int(s.version[place])
-        facts.append(f"recorded logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
+        origin = self._source(place)
+        facts.append(f"{origin} logprob {number(logprob)}" if np.isfinite(logprob) else "no recorded logprob")
         return facts + ([f"version {version}"] if version >= 0 else [])
 
     def _facts(self, place: int) -> list[str]:
@@ -449,7 +454,8 @@ class Writer:
             f"weight {number(float(v.weight[place]))}",
             v.words[int(v.why[place])] if v.words else fate,
             f"advantage {float(v.advantages[place]):+.3g}",
-            f"logprob {number(float(v.logprobs[place]))}, recorded {number(float(s.rollout_logprobs[place]))}",
+            f"logprob {number(float(v.logprobs[place]))}, "
+            f"{self._source(place)} {number(float(s.rollout_logprobs[place]))}",
             *(f"{name} {number(float(column[place]))}" for name, column in more if np.isfinite(column[place])),
             f"{percent(abs(gradient) / self.gradient)} of the trace's gradient",
             *(["raises the logprob" if gradient < 0 else "lowers the logprob"] * (self.numbered and gradient != 0)),

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, as_dict, options
-from tracegrad.data.codes import LOGPROB_KINDS, TEXT_TRAINS
+from tracegrad.data.codes import FILLED, LOGPROB_KINDS, TEXT_TRAINS
 from tracegrad.data.sampling import ACCEPT, options_on
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
@@ -194,7 +194,9 @@ def _notes(catalog: TraceTable, measured: NDArray[np.int64], foreign: NDArray[np
             "mismatch and is not a sampling ratio."
         )
     if missing := catalog.all_terms - int(catalog.known.sum(dtype=np.int64)):
-        notes.append(f"{missing} of {catalog.all_terms} trained tokens have no recorded logprob.")
+        notes.append(f"{missing} of {catalog.all_terms} trained tokens have no logprob, neither recorded nor filled.")
+    if filled := int((catalog.alignment_level[measured] == FILLED).sum()):
+        notes.append(f"{filled} traces have logprobs that tracegrad fill measured afterwards (level T7), not recorded.")
     if len(foreign):
         empty = int((catalog.terms[foreign] == 0).sum())
         notes.append(

@@ -95,6 +95,7 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
         ("turns", len(trace.generations)),
         ("sampled tokens", f"{sum(generation.tokens for generation in trace.generations):,}"),
         ("logprobs", ", ".join(sorted(kinds)) or "none"),
+        *([("filled logprobs", f"{filled:,}, measured afterwards")] if (filled := _filled(trace)) else []),
         (
             "temperature",
             ", ".join("?" if temperature is None else number(temperature) for temperature in temperatures) or "?",
@@ -102,6 +103,12 @@ def of_trace(trace: Trace) -> list[tuple[str, object]]:
         *([("sampling", sampling)] if (sampling := _sampling(trace)) else []),
         ("model", (trace.model or "?")[:120]),
     ]
+
+
+def _filled(trace: Trace) -> int:
+    """Return the number of logprobs that `tracegrad fill` measured."""
+    filled = (generation.filled_logprobs for generation in trace.generations)
+    return sum(int(np.count_nonzero(~np.isnan(logprobs))) for logprobs in filled if logprobs is not None)
 
 
 def _sampling(trace: Trace) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.data.codes import LEVELS, NO_LEVEL
+from tracegrad.data.codes import FILLED, LEVELS, NO_LEVEL
 from tracegrad.data.trace import Traces
 from tracegrad.view.database import Row
 from tracegrad.view.meanings import NOT_ALIGNABLE
@@ -90,6 +90,7 @@ class _Generations:
         has_ids, has_prompt = np.asarray(columns["ids"]) > 0, np.asarray(columns["prompt_ids"]) > 0
         has_logprobs = np.asarray(columns["logprobs"]) > 0
         level = np.where(has_ids & has_prompt, 0.0, np.where(has_ids, 1.0, np.where(has_logprobs, 2.0, 6.0)))
+        level = np.where(np.asarray(columns["filled"]) > 0, float(FILLED), level)
         self.level = -_least(owner, -level, count)
 
 

@@ -10,7 +10,7 @@ COLUMN_TEXT = {
     "messages": "Number of messages.",
     "calls": "Number of tool calls.",
     "characters": "Number of characters in all messages.",
-    "level": "Worst alignment level of the trace: how exactly its ids and logprobs are determined, from T0 to T6.",
+    "level": "Worst alignment level of the trace: how exactly its ids and logprobs are determined, from T0 to T7.",
     "mismatches": "Number of different mismatch reasons in the alignment report of the trace.",
     "staleness": "Policy versions between the oldest sampled token of the trace and the newest version in the list.",
     "source": "Number of the file or folder that the trace is from.",

@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, percent
+from tracegrad.alignment.mismatch import count_inexact
+from tracegrad.data.codes import FILLED, LEVELS
 from tracegrad.errors import TracegradError
 from tracegrad.report.charts import Rows, as_number, curves, is_online_step, overlay_curves
 from tracegrad.report.outcome import measured_outcomes, success_outcome
@@ -217,8 +219,14 @@ def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
     recorded, exact = summary.get("recorded"), summary.get("exact")
     if not recorded or None in map(as_number, (recorded, exact)):
         return ""
-    share = percent(1 - exact / recorded)
-    return f"<p>{escape(name)}: {share} of {recorded:,} recorded tokens have no exact id and logprob.</p>"
+    levels = summary.get("levels")
+    counts = levels.get(LEVELS[FILLED]) if isinstance(levels, dict) else None
+    tokens = counts.get("tokens") if isinstance(counts, dict) else None
+    filled_tokens = 0 if as_number(tokens) is None else int(tokens)
+    inexact, filled = count_inexact(recorded, exact, {LEVELS[FILLED]: {"tokens": filled_tokens}})
+    more = f" {filled:,} more have a filled logprob, measured afterwards." if filled > 0 else ""
+    share = percent(inexact / recorded)
+    return f"<p>{escape(name)}: {share} of {recorded:,} recorded tokens have no exact id and logprob.{more}</p>"
 
 
 def _count(counts: Any, key: str) -> str:

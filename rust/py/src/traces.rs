@@ -209,6 +209,10 @@ impl PyTraces {
         columns.set_item("tokens", ints(&|row| row.3.tokens.len() as i64))?;
         columns.set_item("ids", ints(&|row| row.3.tokens.ids.as_ref().map_or(-1, |ids| ids.len() as i64)))?;
         columns.set_item("prompt_ids", ints(&|row| prompt_ids(row.3).map_or(-1, |ids| ids.len() as i64)))?;
+        let is_spelled = |row: &Row<'_>| row.3.tokens.bytes.is_some() || row.3.tokens.texts.is_some();
+        columns.set_item("spelled", ints(&|row| i64::from(is_spelled(row))))?;
+        let filled_kind = |row: &Row<'_>| row.3.filled.as_ref().map_or(0, |filled| filled.kind as i64);
+        columns.set_item("filled_kind", ints(&filled_kind))?;
         columns.set_item("rendered", ints(&|row| i64::from(row.3.prompt == Prompt::Rendered)))?;
         columns.set_item("missing", ints(&|row| row.3.tokens.missing.into()))?;
         columns.set_item("invalid", ints(&|row| row.3.tokens.invalid.into()))?;

@@ -6,7 +6,7 @@
   const tg = window.tracegrad;
   const labels = new Map(); // row -> {id, group, head}
   const COLUMNS = ["reward", "advantage", "length", "turns", "calls", "level", "mismatches", "staleness", "gradient", "ratio", "clipped", "masked"];
-  const LEVELS = ["T0", "T1", "T2", "T3", "T4", "T5", "T6"];
+  const LEVELS = ["T0", "T1", "T2", "T3", "T4", "T5", "T6", "T7"];
   let place, heads, inner, at = 0, waiting = null;
 
   function element(kind, properties = {}, children = []) {

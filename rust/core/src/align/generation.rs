@@ -201,9 +201,8 @@ impl<'a> TraceAligner<'a, '_> {
         let trained = if level == types::TEXT_ONLY { options.text_only } else { options.assume_canonical };
         let filled = if level == types::TEXT_ONLY { self.filled_text(turn, generation, &ids, foreign) } else { None };
         let sampling = if filled.is_some() { self.sampling(turn, generation) } else { sampling };
-        let is_filled =
-            |index: usize| index >= inserted_count && filled.is_some_and(|filled| !filled.logprobs[index].is_nan());
-        let all_filled = (inserted_count..ids.len()).all(is_filled);
+        let is_filled = |index: usize| filled.is_some_and(|filled| !filled.logprobs[index].is_nan());
+        let all_filled = (0..ids.len()).all(is_filled);
         if !logprobs.is_empty() && (level == types::TEXT_ONLY || !trained) && !all_filled {
             let detail = format!("{} logprobs without tokens, the text has {} tokens", logprobs.len(), ids.len());
             self.report(Reason::CountMismatch, turn, -1, logprobs.len(), detail);
@@ -226,7 +225,7 @@ impl<'a> TraceAligner<'a, '_> {
             let measured = filled.filter(|_| is_filled(index)).map(|filled| filled.logprobs.as_slice());
             let level = if measured.is_some() { types::FILLED } else { level };
             let logprobs = logprobs.or(measured).map(|all| Cow::Borrowed(&all[index..run_end]));
-            let trained = measured.is_some() || trained && index >= inserted_count;
+            let trained = (measured.is_some() || trained) && index >= inserted_count;
             branch.push_sampled(&ids[index..run_end], SampledAttributes { sampling, level, trained, logprobs });
             index = run_end;
         }

@@ -318,7 +318,7 @@ impl<'a> Resolution<'a> {
         for finding in &mut self.findings {
             if matches!(finding.reason, Reason::MissingLogprob | Reason::CountMismatch) {
                 finding.count = finding.count.min(missing as i32);
-                finding.detail.push_str(&format!("; {count} were filled"));
+                finding.detail = format!("{}; {count} were filled", finding.detail);
             }
         }
         let concerns = |finding: &Finding| matches!(finding.reason, Reason::MissingLogprob | Reason::CountMismatch);
