@@ -128,8 +128,8 @@ def check_checkpoint(
         return CheckpointTest("undecided", "there is no token to test", p_value=1.0, **told)
     simulation = _Simulation(predictions, tokens.previous, others or {}, seed)
     statistics = simulation.statistics(simulation.recorded[None], simulation.drawn())
-    p_value, p_values, limit = _combined(statistics, simulation.weights)
-    told |= {"p_value": p_value, "p_values": p_values, "power": simulation.power(statistics, limit)}
+    p_value, p_values, least = _combined(statistics, simulation.weights)
+    told |= {"p_value": p_value, "p_values": p_values, "power": simulation.power(statistics, least)}
     told |= {"comparisons": {name: float(statistics[name][0]) for name in others or {}}}
     if tokens.outside > max(1, MAX_OUTSIDE_SHARE * (count + tokens.outside)):
         return CheckpointTest(
@@ -175,18 +175,17 @@ def _differing(tokens: SampledTokens) -> tuple[int, int]:
 
 def _combined(
     statistics: Mapping[str, NDArray[np.float64]], weights: Mapping[str, float]
-) -> tuple[float, dict[str, float], float]:
+) -> tuple[float, dict[str, float], NDArray[np.float64]]:
     """Combine statistics [1 + DRAWS], of which the first is the recorded file's and larger is less likely.
 
     Returns:
-        the p-value of the smallest weighted p-value; the p-value of each; and the limit of the smallest weighted
-        p-value at and below which the calibration refuses.
+        the p-value of the smallest weighted p-value; the p-value of each; and the smallest weighted p-value of each
+        simulated file [DRAWS].
     """
     ranks = {name: _p_values(values, values[1:]) for name, values in statistics.items()}
     least = np.min([ranks[name] / weights[name] for name in ranks], axis=0)
-    allowed = int(FALSE_REFUSALS * len(least)) - 1
-    limit = float(np.partition(least[1:], allowed)[allowed])
-    return float(_p_values(-least, -least[1:])[0]), {name: float(values[0]) for name, values in ranks.items()}, limit
+    p_value = float(_p_values(-least[:1], -least[1:])[0])
+    return p_value, {name: float(values[0]) for name, values in ranks.items()}, least[1:]
 
 
 def _p_values(values: NDArray[np.float64], null: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -285,11 +284,16 @@ class _Simulation:
         pairs = ((counts[:, :-1] - self.expected) ** 2 / self.variance).sum(1)
         return {**dict(zip(WEIGHTS, (-score, score, top, pairs, rare), strict=True)), **gains}
 
-    def power(self, null: Mapping[str, NDArray[np.float64]], limit: float) -> float:
-        """Return the probability of a refusal of files at a wrong temperature, the less visible of two."""
+    def power(self, null: Mapping[str, NDArray[np.float64]], null_least: NDArray[np.float64]) -> float:
+        """Return the probability of a refusal of files at a wrong temperature, the less visible of two.
+
+        Args:
+            null: the statistics of the recorded file and of the simulated ones.
+            null_least: the smallest weighted p-value of each simulated file.
+        """
         shares = []
         for temperature in (POWER_TEMPERATURE, 1 / POWER_TEMPERATURE):
             files = self.statistics(self.drawn(temperature, 200))
             least = np.min([_p_values(files[name], null[name][1:]) / self.weights[name] for name in files], axis=0)
-            shares.append(float(np.mean(least <= limit)))
+            shares.append(float(np.mean(_p_values(-least, -null_least) <= FALSE_REFUSALS)))
         return min(shares)
