@@ -10,6 +10,9 @@ from tracegrad.alignment.mismatch import count_inexact
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import FILLED, LEVELS, TEXT_ONLY
 from tracegrad.data.sampling import options_on
+from tracegrad.doctor import diagnose
+from tracegrad.view.detail import of_trace
+from tracegrad.view.features import Codes, rows_of
 from vocabulary import EXAMPLE, align, ids_of, load, reasons
 
 IDS = [81, 84, 2]  # "o", "r", <|im_end|>; the canonical ids of "or" are [361]
@@ -277,3 +280,20 @@ def test_the_advice_counts_filled_tokens(tokenizer):
     )
     measured = tg.recipes.recommendation.measure(align(tokenizer, given))
     assert (measured.terms, measured.missing, measured.filled) == (3, pytest.approx(1 / 3), pytest.approx(1 / 3))
+
+
+def test_the_doctor_counts_filled_turns_apart_and_tests_recorded_logprobs_only(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    answers = [record(filled([-0.25, -0.5, -1.0])) | {"id": f"t{k}", "group": "g", "reward": k % 2} for k in range(4)]
+    tg.write(tg.Traces.from_records(answers), path)
+    found = diagnose(path, EXAMPLE)
+    names = {finding.name: finding for finding in found.findings}
+    assert (names["measured_logprobs"].severity.name, names["measured_logprobs"].hits.count) == ("NOTE", 4)
+    assert {"no_logprobs", "mismatches", "missing_logprobs"}.isdisjoint(names)
+
+
+def test_view_shows_the_level_and_the_number_of_filled_logprobs(tokenizer):
+    traces = tg.Traces.from_records([record(filled([-0.25, None, -1.0]))])
+    assert dict(of_trace(traces[0]))["filled logprobs"] == "2, measured afterwards"
+    assert "level:T7" in rows_of(traces, 0, 0, Codes(), None)[0].tags
+    assert "level:T7" in rows_of(traces, 0, 0, Codes(), tokenizer)[0].tags

@@ -247,7 +247,7 @@ def flags(values):
         ("group", np.array([0, 1, 2], np.int32)),
         ("group", np.array([0, 1, -1], np.int32)),
         ("source", np.full(9, 3, np.uint8)),
-        ("alignment_level", np.full(9, 7, np.uint8)),
+        ("alignment_level", np.full(9, 8, np.uint8)),
         ("logprob_kind", np.full(3, 3, np.uint8)),
         ("trainable", flags([2] + [0] * 8)),
         ("rollout_logprobs", np.full(9, 0.5, np.float32)),

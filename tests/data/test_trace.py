@@ -349,8 +349,18 @@ def test_every_example_of_the_documentation_is_read():
     # test_formats_dumps.py and test_formats_servers.py read the others.
     page = re.sub(r"^## (?:Trajectory dumps|Servers).*?(?=^## )", "", page, flags=re.M | re.S)
     traces = Traces.from_records(examples_of(page))
-    assert [[g.tokens for g in trace.generations] for trace in traces] == [[2], [2], [2, 2], [1], [2], [2], [2], [2]]
-    assert [g.context for g in traces[2].generations] == [[2], [0]]
+    assert [[g.tokens for g in trace.generations] for trace in traces] == [
+        [2],
+        [2],
+        [2],
+        [2, 2],
+        [1],
+        [2],
+        [2],
+        [2],
+        [2],
+    ]
+    assert [g.context for g in traces[3].generations] == [[2], [0]]
     cells = re.findall(r"^\| (?:chat|refusal|list|tokens|values|legacy|vLLM).*?\| (.*) \|$", page, re.MULTILINE)
     forms = [json.loads(form) for cell in cells for form in re.findall(r"`([{\[].*?)`", cell)]
     assert len(forms) == 9

@@ -189,7 +189,7 @@ def test_a_trace_without_a_reward_is_within_bounds_and_one_of_no_version_within_
             r"TG-CONFIG-010.*filter\.max_reward.*0\.5.*min_reward",
         ),
         ({"filter__max_staleness": -2}, r"TG-CONFIG-010.*filter\.max_staleness.*-2"),
-        ({"filter__worst_level": "T7"}, r"TG-CONFIG-003.*filter\.worst_level.*T7"),
+        ({"filter__worst_level": "T8"}, r"TG-CONFIG-003.*filter\.worst_level.*T8"),
     ],
 )
 def test_a_filter_that_cannot_work_is_refused(how, said):

@@ -216,17 +216,16 @@ def _mismatches(runs: Mapping[str, Path]) -> str:
 
 
 def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
-    recorded, exact = summary.get("recorded"), summary.get("exact")
-    if not recorded or None in map(as_number, (recorded, exact)):
-        return ""
     levels = summary.get("levels")
-    counts = levels.get(LEVELS[FILLED]) if isinstance(levels, dict) else None
-    tokens = counts.get("tokens") if isinstance(counts, dict) else None
-    filled_tokens = 0 if as_number(tokens) is None else int(tokens)
-    inexact, filled = count_inexact(recorded, exact, {LEVELS[FILLED]: {"tokens": filled_tokens}})
+    counts = levels.get(LEVELS[FILLED]) if isinstance(levels, Mapping) else None
+    tokens = as_number(counts.get("tokens")) if isinstance(counts, Mapping) else None
+    recorded, exact = as_number(summary.get("recorded")), as_number(summary.get("exact"))
+    if not recorded or exact is None:
+        return ""
+    inexact, filled = count_inexact(int(recorded), int(exact), {LEVELS[FILLED]: {"tokens": int(tokens or 0)}})
     more = f" {filled:,} more have a filled logprob, measured afterwards." if filled > 0 else ""
     share = percent(inexact / recorded)
-    return f"<p>{escape(name)}: {share} of {recorded:,} recorded tokens have no exact id and logprob.{more}</p>"
+    return f"<p>{escape(name)}: {share} of {int(recorded):,} recorded tokens have no exact id and logprob.{more}</p>"
 
 
 def _count(counts: Any, key: str) -> str:
