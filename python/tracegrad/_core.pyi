@@ -255,6 +255,7 @@ def token_sets_decode(
 def token_sets_keys(
     starts: NDArray[np.int64], data: NDArray[np.uint8], count: int, tokens: NDArray[np.int64]
 ) -> NDArray[np.int64]: ...
+def aligned_count() -> int: ...
 def align_traces(
     traces: Traces,
     tokenizer: Tokenizer,

@@ -211,6 +211,18 @@ def test_a_line_every_ten_seconds_has_the_time_left_and_long_stages_have_lines_t
     ]
 
 
+def test_a_stage_that_is_followed_says_how_much_is_done():
+    now, done = [0.0], [0]
+    watch = metrics.Stopwatch(clock=lambda: now[0])
+    with watch("align"):
+        watch.follow(lambda: done[0], 400, "conversations")
+        now[0], done[0] = 20.0, 100
+        assert watch.line() == "aligning  25 %  100 of 400 conversations  60 s left"
+    with watch("align"):
+        now[0] = 50.0
+        assert watch.line() == "aligning  30 s so far"
+
+
 def test_stages_that_report_themselves_are_left_to_themselves():
     now = [0.0]
     watch = metrics.Stopwatch(clock=lambda: now[0])

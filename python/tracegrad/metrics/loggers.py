@@ -344,12 +344,13 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._on_begin, self._clock = on_begin, clock
         self._running: list[tuple[str, float]] = []
-        self._work = (0, 0)
+        self._work: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._unit = "steps"
 
     def __call__(self, stage: str) -> "Stopwatch":
         if self._on_begin is not None:
             self._on_begin(stage)
-        self._work = (0, 0)
+        self.advance(0, 0)
         self._running.append((stage, self._clock()))
         return self
 
@@ -358,12 +359,16 @@ class Stopwatch:
 
     def __exit__(self, *_: object) -> None:
         stage, start = self._running.pop()
-        self._work = (0, 0)
+        self.advance(0, 0)
         self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock() - start
 
     def advance(self, done: int, total: int) -> None:
         """Set how many steps of the running stage are done."""
-        self._work = done, total
+        self.follow(lambda: done, total, "steps")
+
+    def follow(self, done: Callable[[], int], total: int, unit: str) -> None:
+        """Set where to read how much of the running stage is done, in a unit such as "conversations"."""
+        self._work, self._unit = lambda: (done(), total), unit
 
     def line(self, without: Iterable[str] = ()) -> str | None:
         """Return the progress of the running stage; None if there is none, or for less than ten seconds.
@@ -371,14 +376,14 @@ class Stopwatch:
         Args:
             without: stages that report their own progress.
         """
-        running, (done, total) = self._running[-1:], self._work  # a copy: another thread may end the stage
+        running, (done, total) = self._running[-1:], self._work()  # a copy: another thread may end the stage
         if not running:
             return None
         [(stage, start)] = running
         seconds = self._clock() - start
         if seconds < EVERY_S or stage in without:
             return None
-        details = [f"{done:,} of {total:,} steps"] if total else []
+        details = [f"{done:,} of {total:,} {self._unit}"] if total else []
         return progress_line(STAGES.get(stage, stage), details, seconds=seconds, done=done, total=total)
 
 

@@ -88,6 +88,8 @@ def load(
         traces = stream(names or source, map=map, on_error=data.on_error, quarantine=quarantine, progress=progress)
         all_traces = Traces.concatenate(traces)
     with watch("align"):
+        before = _core.aligned_count()
+        watch.follow(lambda: _core.aligned_count() - before, len(all_traces), "conversations")
         sequences = align_traces(all_traces, tokenizer, data)
         if quarantine is not None and sequences.alignment_report.errors:
             write(all_traces[sequences.alignment_report.left_out], out / "unaligned-00000.jsonl")

@@ -158,6 +158,12 @@ fn images(py: Python<'_>, images: Images) -> PyResult<Option<Bound<'_, PyDict>>>
     Ok(Some(arrays))
 }
 
+/// Returns the number of traces that this process has aligned so far.
+#[pyfunction]
+fn aligned_count() -> u64 {
+    align::aligned_count()
+}
+
 /// Recovers the ids that the records determine. Returns the arrays of `RecoveredIds` by name.
 #[pyfunction]
 fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer) -> PyResult<Bound<'py, PyDict>> {
@@ -176,6 +182,7 @@ fn recover_ids<'py>(py: Python<'py>, traces: &PyTraces, tokenizer: &PyTokenizer)
 
 pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(align_traces, module)?)?;
+    module.add_function(wrap_pyfunction!(aligned_count, module)?)?;
     module.add_function(wrap_pyfunction!(recover_ids, module)?)?;
     module.add("USAGE_SLACK", align::USAGE_SLACK)?;
     module.add("MISMATCH_REASONS", NAMES)

@@ -44,7 +44,16 @@ use branch::Branch;
 use images::Keyed;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use trace::WorkerCache;
+
+/// Number of traces that this process has aligned so far, for progress lines.
+static ALIGNED: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of traces that this process has aligned so far.
+pub fn aligned_count() -> u64 {
+    ALIGNED.load(Ordering::Relaxed)
+}
 
 /// Aligns traces with the tokenizer of the model that will be trained. `rule` specifies how that model writes images.
 ///
@@ -65,11 +74,13 @@ pub fn align(
     let results = pool::map(inputs.as_slice(), WorkerCache::default, |memory, &(trace, keyed)| {
         let align_one =
             || trace::align_trace(keyed.map_or(trace, |keyed| &keyed.trace), keyed, &scaffold, options, memory);
-        catch_panic(Kind::Fault, "aligning", align_one).map_err(|error| {
+        let result = catch_panic(Kind::Fault, "aligning", align_one).map_err(|error| {
             // A panic may have left partial state in the memory.
             *memory = WorkerCache::default();
             error.at(&trace.location)
-        })
+        });
+        ALIGNED.fetch_add(1, Ordering::Relaxed);
+        result
     });
     let mut aligned = Aligned { cu_seqlens: vec![0], cu_turns: vec![0], ..Aligned::default() };
     aligned.reward_names = reward_names(traces);
