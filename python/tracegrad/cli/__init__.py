@@ -14,7 +14,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from tracegrad import _core
-from tracegrad.cli import args, doctor, extras, fill, init, merge, online, prepare, record, score, train, unexpected, view
+from tracegrad.cli import (
+    args,
+    doctor,
+    extras,
+    fill,
+    init,
+    merge,
+    online,
+    prepare,
+    record,
+    score,
+    train,
+    unexpected,
+    view,
+)
 from tracegrad.cli.args import SHORT, Parser, as_flags, dotted, join_dotted_values
 from tracegrad.errors import CODE, ExitCode, TracegradError
 from tracegrad.storage import cache
