@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -500,28 +501,42 @@ def test_invalid_arguments_and_records(model, tmp_path):
         fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True, temperature=1.0)
 
 
+TWO_RANKS = """
+import os, sys, transformers
+from tracegrad.cli import main
+children = []
+for rank in range(2):
+    child = os.fork()
+    if child == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+        os._exit(code)
+    children.append(child)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+"""Runs a command in two processes with the variables that torchrun sets; both share the imports."""
+
+
 def test_two_processes_write_the_same_file(records, model, tmp_path):
     some = write_records(tmp_path / "in.jsonl", map(without_logprobs, records[:6]))
-    fill(some, model, out=tmp_path / "one.jsonl", accept_undecided=True, compare_with=[model])
-    code = "import sys; from tracegrad.cli import main; sys.exit(main(sys.argv[1:]))"
-    (tmp_path / "script.py").write_text(code)
+    fill(some, model, out=tmp_path / "one.jsonl", accept_undecided=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     words = ["fill", some, "--model", model, "--out", tmp_path / "two.jsonl", "--accept-undecided", "--json"]
     words += ["--compare-with", model]
     environment = {**os.environ, "PYTHONPATH": str(Path(tg.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, tmp_path / "script.py", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", TWO_RANKS, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = calls_of(tmp_path / "one.jsonl"), calls_of(tmp_path / "two.jsonl")
     assert [[call["ids"] for call in calls] for calls in one] == [[call["ids"] for call in calls] for calls in two]
     for calls, others in zip(one, two, strict=True):
         for call, other in zip(calls, others, strict=True):
             np.testing.assert_allclose(call["logprobs"], other["logprobs"], atol=5e-6)
-    assert json.loads(done.stdout)["filled"] == sum(len(entries_of(record)) for record in records[:6])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "one.jsonl", "script.py", "two.jsonl"]
+    report = json.loads(done.stdout)  # one object, of the first rank
+    assert report["filled"] == report["tokens"] == sum(len(entries_of(record)) for record in records[:6])
+    assert report["test"]["comparisons"] == {str(model): pytest.approx(0, abs=1e-3)}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "one.jsonl", "two.jsonl"]
