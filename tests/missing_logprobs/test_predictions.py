@@ -77,6 +77,7 @@ def test_lists_that_are_just_long_enough():
     # Probabilities 0.4, 0.3, 0.2 of a list, and 0.1 below it.
     top = np.log(np.array([0.4, 0.3, 0.2], np.float32))
     cases = [
+        ((0.0, 0, 0.0), 1),  # the most probable id always stays
         ((0.69, 0, 0.0), 2),
         ((0.71, 0, 0.0), 3),
         ((0.89, 0, 0.0), 3),

@@ -24,7 +24,7 @@ from tracegrad.data.trace import Trace, Traces, write
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.missing_logprobs import generations as reasons
 from tracegrad.missing_logprobs.checkpoint_test import CheckpointTest, SampledTokens, check_checkpoint
-from tracegrad.missing_logprobs.generations import REASONS, GenerationTable, SamplingOverrides
+from tracegrad.missing_logprobs.generations import REASONS, GenerationTable, SamplingOverrides, has_raw_part
 from tracegrad.missing_logprobs.predictions import (
     LISTED,
     LISTED_TRUNCATED,
@@ -33,7 +33,7 @@ from tracegrad.missing_logprobs.predictions import (
     over_kept,
     over_listed,
 )
-from tracegrad.missing_logprobs.records import FilledCall, filled_record, without_filled
+from tracegrad.missing_logprobs.records import FilledCall, filled_record, one_line, without_filled
 from tracegrad.missing_logprobs.segmentation import Vocabulary, other_segmentations
 from tracegrad.storage.files import write_atomically
 
@@ -181,7 +181,7 @@ def fill(
         tokenizer, overrides, policy_version, max_segmentation_nats, Vocabulary(tokenizer), server_profile
     )
     report = FillReport(provenance={"model": weights_hash(folder)})
-    sample, report.conversations = _sample(stream(source, **options), work, seed, progress)
+    sample, report.conversations, digest = _sample(stream(source, **options), work, seed, progress)
     placing = {"device": device, "dtype": dtype, "tokens_per_row": tokens_per_row}
     scorer = _scorer(folder, server, placing)
     compare_with = other_checkpoints(folder) if compare_with is None else compare_with
@@ -191,7 +191,7 @@ def fill(
         _refuse(report.test, folder, accept_undecided)
     started = time.monotonic()
     settings = [report.provenance, vars(overrides), policy_version, max_segmentation_nats, server_profile, repr(map)]
-    partial = _PartialFile(out, [settings, repr(source)], scorer.writes)
+    partial = _PartialFile(out, [settings, digest], scorer.writes)
     partial.restore(report)
     total, done = report.conversations, partial.records
     for traces in _from(stream(source, batch=_BATCH, **options), partial.records):
@@ -313,8 +313,10 @@ class _Measurement:
     def select(self, traces: Sequence[Trace]) -> _Selection:
         """Align traces, and select the tokens without a logprob."""
         together = Traces.concatenate([Traces(trace.core.take([trace.index])) for trace in traces])
-        sequences = align(together, self.tokenizer, text_only=True, on_error="skip", server_profile=self.server_profile)
-        rows = _rows_of(sequences.trace_ids, [trace.id for trace in traces])
+        sequences = self._align(together)
+        rows = np.arange(len(traces))
+        if sequences.traces < len(traces):  # Ids need not be unique, so which ones are left out is found one by one.
+            rows = np.flatnonzero([self._align(together[row : row + 1]).traces for row in rows])
         table = GenerationTable.of(sequences, lambda row: traces[rows[row]], self.overrides, self.policy_version)
         owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens)).astype(np.int64)
         generation = np.where(sequences.source == SAMPLED, sequences.cu_turns[owner] + sequences.turn, -1)
@@ -343,6 +345,10 @@ class _Measurement:
             (int(usable.sum()), int((usable & ~missing).sum())),
         )
 
+    def _align(self, traces: Traces) -> Sequences:
+        options: dict[str, Any] = {"text_only": True, "on_error": "skip", "server_profile": self.server_profile}
+        return align(traces, self.tokenizer, **options)
+
     def predict(self, selection: _Selection, tokens: NDArray[np.int64], scorer: Scorer, listed: int) -> "_Result":
         """Predict tokens over the ids that their sampling options keep."""
         truncation = selection.table.truncation.take(selection.generation[tokens])
@@ -350,19 +356,19 @@ class _Measurement:
         active = truncation.is_active
         listed = max(listed, LISTED_TRUNCATED if active.any() else 0, LISTED if is_text.any() else 0)
         whole = scorer.predict(selection.sequences, tokens, listed)
-        reason = np.full(len(tokens), -1, np.int8)
+        reason = np.where(np.isnan(whole.logprobs), reasons.NOT_REPORTED, -1).astype(np.int8)
         if not active.any():
             return _Result(whole, whole, np.full(len(tokens), -1, np.int64), reason)
         rows = np.flatnonzero(active)
         kept = np.full(len(tokens), -1, np.int64)
         kept[rows] = kept_counts(whole.top_logprobs[rows], truncation.take(rows))
-        reason[active & (kept < 0)] = reasons.NOT_LISTED
+        reason[active & (kept < 0) & (reason < 0)] = reasons.NOT_LISTED
         width = np.where(active, np.maximum(kept, 0), whole.ids.shape[1] + 1)
         over = over_kept(whole, np.minimum(width, whole.ids.shape[1]))
         known = rows[kept[rows] >= 0]
         logprobs, top, ids = whole.logprobs.copy(), whole.top_logprobs.copy(), whole.ids.copy()
         logprobs[known], top[known], ids[known] = over.logprobs[known], over.top_logprobs[known], over.ids[known]
-        reason[known[np.isnan(logprobs[known])]] = reasons.EXCLUDED
+        reason[known[np.isnan(logprobs[known]) & (reason[known] < 0)]] = reasons.EXCLUDED
         logprobs[reason >= 0] = np.nan
         return _Result(replace(whole, logprobs=logprobs, top_logprobs=top, ids=ids), whole, kept, reason)
 
@@ -444,16 +450,6 @@ class _Result:
     reason: NDArray[np.int8]
 
 
-def _rows_of(aligned: Sequence[str], names: Sequence[str]) -> NDArray[np.int64]:
-    """Return the place of each aligned trace among the traces; those that could not be aligned are left out."""
-    rows, at = [], 0
-    for name in aligned:
-        at = names.index(name, at)
-        rows.append(at)
-        at += 1
-    return np.array(rows, np.int64)
-
-
 def _calls(selection: _Selection, result: _Result) -> dict[int, dict[int, FilledCall]]:
     """Return the filled logprobs by aligned trace and number of the generation."""
     sequences, table = selection.sequences, selection.table
@@ -481,21 +477,24 @@ def _calls(selection: _Selection, result: _Result) -> dict[int, dict[int, Filled
         if recorded is not None and recorded.token_ids is not None:
             rest = recorded.token_ids[len(ids) :].tolist()
             ids, values, kept = ids + rest, values + [np.nan] * len(rest), kept + [None] * len(rest)
+        # At temperature 1 without truncation both kinds are the same. `align` uses one that equals the recorded kind.
+        kind = "raw" if recorded is not None and has_raw_part(recorded) else "processed"
         calls.setdefault(row, {})[int(generation - sequences.cu_turns[row])] = FilledCall(
-            ids, values, "processed", float(table.temperature[generation]), kept if any(kept) else None
+            ids, values, kind, float(table.temperature[generation]), kept if any(kept) else None
         )
     return calls
 
 
 def _sample(
     parts: Any, work: _Measurement, seed: int, progress: Callable[[str, int, int], None] | None
-) -> tuple[list[Trace], int]:
-    """Draw conversations from all inputs, and return as many as the test needs, and the number of all of them."""
+) -> tuple[list[Trace], int, str]:
+    """Draw conversations from all inputs. Return as many as the test needs, and number and hash of all of them."""
     drawn: list[Trace] = []
-    count, chance = 0, random.Random(seed)
+    count, chance, digest = 0, random.Random(seed), blake2b(digest_size=16)
     for traces in parts:
         for trace in traces:
             count += 1
+            digest.update(one_line(trace.record) + b"\n")
             if len(drawn) < _TEST_TRACES:
                 drawn.append(trace)
             elif (at := chance.randrange(count)) < _TEST_TRACES:
@@ -513,7 +512,7 @@ def _sample(
             tokens += len(selection.tokens)
         if tokens >= TEST_TOKENS:
             break
-    return chosen, count
+    return chosen, count, digest.hexdigest()
 
 
 def _test(

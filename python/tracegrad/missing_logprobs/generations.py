@@ -17,19 +17,20 @@ REASONS = (
     "the sampling temperature is unknown: pass --temperature",
     "greedy text (temperature 0): it has no probability of sampling",
     "penalties, biases or other sampling options",
-    "raw logprobs of a part of the tokens, at a temperature that is not 1",
+    "raw logprobs of a part of the tokens, at a temperature that is not 1 or with top_p, top_k or min_p",
     "another policy version",
     "text that the template writes (a tool call or reasoning): the sampled text is not recorded",
     "text in which U+FFFD replaces lost bytes",
     "text with other likely segmentations",
     "ids that top_p or min_p keep are not among the most probable ids that were listed",
     "sampled ids that the recorded top_p, top_k or min_p exclude under this model",
+    "tokens whose logprobs the server does not report: those of a temperature that is not 1",
 )
 """Why tokens stay without a logprob."""
 (UNKNOWN_TEMPERATURE, GREEDY, OTHER_OPTIONS, RAW_PART, OTHER_VERSION, RENDERED, LOSSY, SEGMENTATION, NOT_LISTED) = (
     range(9)
 )
-EXCLUDED = 9
+EXCLUDED, NOT_REPORTED = 9, 10
 _FILLABLE = -1
 _RENDERED_FIELDS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 
@@ -89,7 +90,8 @@ class GenerationTable:
                 top_p[at] = _number(overrides.top_p, generation.top_p, 1.0)
                 top_k[at] = int(max(_number(overrides.top_k, _option(generation, "top_k"), 0), 0))
                 min_p[at] = _number(overrides.min_p, _option(generation, "min_p"), 0.0)
-                reason[at] = _reason(generation, trace.pool, temperature[at])
+                raw_is_sampled = temperature[at] == 1 and top_p[at] >= 1 and top_k[at] == 0 and min_p[at] == 0
+                reason[at] = _reason(generation, trace.pool, temperature[at], raw_is_sampled)
                 if policy_version is not None and generation.policy_version != policy_version:
                     reason[at] = OTHER_VERSION
         return cls(generations, temperature, Truncation(top_p, top_k, min_p), reason)
@@ -105,15 +107,20 @@ def _option(generation: Generation, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _reason(generation: Generation, pool: Sequence[Mapping[str, Any]], temperature: float) -> int:
+def has_raw_part(generation: Generation) -> bool:
+    """Return whether logprobs are recorded, and are not known to be those of the sampled distribution."""
+    has_part = generation.logprobs is not None and not np.isnan(generation.logprobs).all()
+    return has_part and generation.logprob_kind != "processed"
+
+
+def _reason(generation: Generation, pool: Sequence[Mapping[str, Any]], temperature: float, raw_is_sampled: bool) -> int:
     if math.isnan(temperature):
         return UNKNOWN_TEMPERATURE
     if temperature < MIN_TEMPERATURE:
         return GREEDY
     if any(is_active(name, value) for name, value in generation.sampling.items() if name not in REPLAYED):
         return OTHER_OPTIONS
-    has_part = generation.logprobs is not None and not np.isnan(generation.logprobs).all()
-    if has_part and generation.logprob_kind != "processed" and temperature != 1:
+    if has_raw_part(generation) and not raw_is_sampled:
         return RAW_PART
     if generation.token_ids is not None or generation.has_bytes or generation.has_texts:
         return _FILLABLE

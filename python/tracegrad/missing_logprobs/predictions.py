@@ -81,7 +81,7 @@ class Truncation:
 
 
 def kept_counts(top_logprobs: NDArray[np.float32], truncation: Truncation) -> NDArray[np.int64]:
-    """Return [M]: how many of the most probable ids the sampler keeps; -1 if the list is too short to know.
+    """Return [M]: how many of the most probable ids the sampler keeps, at least 1; -1 if the list is too short to know.
 
     Args:
         top_logprobs: [M, K], at the sampling temperature, the most probable first, of the whole vocabulary.
@@ -104,7 +104,7 @@ def kept_counts(top_logprobs: NDArray[np.float32], truncation: Truncation) -> ND
     has_limit = (truncation.min_p > 0) | (truncation.top_k > 0)
     needed = truncation.top_p * np.where(has_limit, p.sum(1), 1.0)
     reached = np.cumsum(p, 1)
-    by_top_p = ((reached - p < needed[:, None]) & (p > 0)).sum(1)
+    by_top_p = np.maximum(((reached - p < needed[:, None]) & (p > 0)).sum(1), 1)
     has_top_p = truncation.top_p < 1
     is_known = ~(has_limit & (limit == unknown)) & np.where(has_top_p, reached[:, -1] >= needed, limit < unknown)
     return np.where(is_known, np.where(has_top_p, by_top_p, limit), -1).astype(np.int64)
@@ -116,11 +116,14 @@ def over_kept(predictions: Predictions, kept: NDArray[np.int64]) -> Predictions:
     with np.errstate(divide="ignore"):
         mass = np.log(np.where(inside, np.exp(predictions.top_logprobs.astype(np.float64)), 0).sum(1))
     place = predictions.places()
+    # The differences of float32 values can be above 0 by rounding.
+    logprobs = np.where(place < kept, np.minimum(predictions.logprobs - mass, 0), np.nan)
+    top_logprobs = np.where(inside, np.minimum(predictions.top_logprobs - mass[:, None], 0), -np.inf)
     return replace(
         predictions,
-        logprobs=np.where(place < kept, predictions.logprobs - mass, np.nan).astype(np.float32),
+        logprobs=logprobs.astype(np.float32),
         ids=np.where(inside, predictions.ids, -1).astype(np.int32),
-        top_logprobs=np.where(inside, predictions.top_logprobs - mass[:, None], -np.inf).astype(np.float32),
+        top_logprobs=top_logprobs.astype(np.float32),
     )
 
 
