@@ -24,8 +24,8 @@ WEIGHTS = {
     "pairs of ids": 0.1,
     "rare ids": 0.05,
 }
-"""Share of the error that each statistic may use. The other checkpoints together use as much as `_OTHERS`."""
-_OTHERS = 0.3
+"""Weight of each statistic: the share of the error that it uses, about. Each other checkpoint has `_OTHER_WEIGHT`."""
+_OTHER_WEIGHT = 0.1
 _LEAST = 1e-9
 """Least probability of all ids that are not listed together, because sums of float32 end there."""
 RARE = 1e-3
@@ -151,7 +151,7 @@ def check_checkpoint(
     if told["power"] < MIN_POWER:
         return CheckpointTest(
             "undecided",
-            f"{count:,} tokens are too few, or too certain: tokens of another temperature would be found with "
+            f"{count:,} such tokens show too little: 1.5 times the temperature would be found with "
             f"probability {told['power']:.0%}",
             **told,
         )
@@ -228,8 +228,7 @@ class _Simulation:
         self.cells, self.expected, self.variance = self._pairs(predictions.ids, previous)
         self.random = np.random.default_rng(seed)
         self.gains = {name: self._gain(logprobs.astype(np.float64)) for name, logprobs in others.items()}
-        share = _OTHERS / max(len(others), 1)
-        self.weights = {**WEIGHTS, **dict.fromkeys(others, share)}
+        self.weights = {**WEIGHTS, **dict.fromkeys(others, _OTHER_WEIGHT)}
 
     def _gain(self, other: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [M, K + 1]: log of the probability of each outcome under another checkpoint, over that here."""

@@ -155,7 +155,7 @@ def fill(
         policy_version: measure only tokens of this recorded version of the policy.
         compare_with: folders of other checkpoints that may have written the tokens, such as other steps of the run. If
             one of them explains the tokens significantly better, the checkpoint is refused. None: up to four others in
-            the folder `checkpoints` that has this one.
+            the folder `checkpoints` that has this one, if there is no `server`.
         max_segmentation_nats: most by which the other segmentations of a text without ids may exceed its canonical
             tokens, in nats of log-probability. A text above it stays without logprobs.
         accept_undecided: fill also if the tokens are too few, or too certain, for a verdict.
@@ -184,7 +184,8 @@ def fill(
     sample, report.conversations, digest = _sample(stream(source, **options), work, seed, progress)
     placing = {"device": device, "dtype": dtype, "tokens_per_row": tokens_per_row}
     scorer = _scorer(folder, server, placing)
-    compare_with = other_checkpoints(folder) if compare_with is None else compare_with
+    if compare_with is None:
+        compare_with = other_checkpoints(folder) if server is None else ()
     report.provenance |= {"dtype": scorer.dtype, "engine": scorer.engine}
     if sample:
         report.test = _test(sample, work, scorer, compare_with, placing, seed)
@@ -495,10 +496,9 @@ def _sample(
         for trace in traces:
             count += 1
             digest.update(one_line(trace.record) + b"\n")
-            if len(drawn) < _TEST_TRACES:
-                drawn.append(trace)
-            elif (at := chance.randrange(count)) < _TEST_TRACES:
-                drawn[at] = trace
+            at = len(drawn) if len(drawn) < _TEST_TRACES else chance.randrange(count)
+            if at < _TEST_TRACES:
+                drawn[at : at + 1] = [Trace(trace.core.take([trace.index]))]  # without the other traces of its batch
         if progress:
             progress("reading", count, 0)
     chance.shuffle(drawn)

@@ -32,6 +32,7 @@ REASONS = (
 )
 EXCLUDED, NOT_REPORTED = 9, 10
 _FILLABLE = -1
+_LARGEST_TOP_K = 1 << 31
 _RENDERED_FIELDS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 
 
@@ -88,7 +89,7 @@ class GenerationTable:
                 generations[at] = generation
                 temperature[at] = _number(overrides.temperature, generation.temperature, math.nan)
                 top_p[at] = _number(overrides.top_p, generation.top_p, 1.0)
-                top_k[at] = int(max(_number(overrides.top_k, _option(generation, "top_k"), 0), 0))
+                top_k[at] = int(min(max(_number(overrides.top_k, _option(generation, "top_k"), 0), 0), _LARGEST_TOP_K))
                 min_p[at] = _number(overrides.min_p, _option(generation, "min_p"), 0.0)
                 raw_is_sampled = temperature[at] == 1 and top_p[at] >= 1 and top_k[at] == 0 and min_p[at] == 0
                 reason[at] = _reason(generation, trace.pool, temperature[at], raw_is_sampled)
@@ -104,7 +105,7 @@ def _number(stated: float | None, recorded: float | None, default: float) -> flo
 
 def _option(generation: Generation, name: str) -> float | None:
     value = generation.sampling.get(name)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
 
 
 def has_raw_part(generation: Generation) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.data.trace import Trace, parse_json
+from tracegrad.data.trace import Trace, Traces, parse_json
 from tracegrad.errors import FormatError
 
 KEY = "filled"
 """The key of a record that has what was filled."""
+_KEY_IN_RECORD = f'"{KEY}":'.encode()
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def filled_record(trace: Trace, calls: Mapping[int, FilledCall], provenance: Map
     listed = [calls[number].as_dict() if number in calls else None for number in range(max(calls) + 1)]
     value = json.dumps({**provenance, "calls": listed}, separators=(",", ":")).encode()
     inside = raw[:-1].rstrip()
-    return inside + (b"" if inside == b"{" else b",") + f'"{KEY}":'.encode() + value + b"}"
+    return inside + (b"" if inside == b"{" else b",") + _KEY_IN_RECORD + value + b"}"
 
 
 def one_line(record: bytes) -> bytes:
@@ -76,10 +77,19 @@ def one_line(record: bytes) -> bytes:
 
 def without_filled(trace: Trace) -> Trace:
     """Return the trace without the logprobs of an earlier fill, which are then measured again."""
-    if b'"filled"' not in trace.record:
+    raw = trace.record
+    start = raw.rfind(_KEY_IN_RECORD)
+    if start < 0:
         return trace
-    record = parse_json(trace.record)
-    if not isinstance(record, dict) or KEY not in record:
-        return trace
-    # An id that was made of file and line is kept, because the new record has no place.
-    return Trace.from_dict({"id": trace.id, **{key: value for key, value in record.items() if key != KEY}})
+    rest = one_line(raw[:start]).removesuffix(b",") + b"}"
+    try:
+        is_last = isinstance(parse_json(raw[start + len(_KEY_IN_RECORD) :].rstrip()[:-1]), dict)
+        parse_json(rest)
+    except (ValueError, RecursionError):
+        is_last = False
+    if not is_last:  # The key is within another object, or stands before others.
+        record = parse_json(raw)
+        if not isinstance(record, dict) or KEY not in record:
+            return trace
+        rest = json.dumps({key: value for key, value in record.items() if key != KEY}).encode()
+    return Traces.from_records([rest])[0]
