@@ -25,7 +25,7 @@ WEIGHTS = {
     "rare ids": 0.05,
 }
 """Weight of each statistic: the share of the error that it uses, about. Each other checkpoint has `_OTHER_WEIGHT`."""
-_OTHER_WEIGHT = 0.1
+_OTHER_WEIGHT = 0.15
 _LEAST = 1e-9
 """Least probability of all ids that are not listed together, because sums of float32 end there."""
 RARE = 1e-3
