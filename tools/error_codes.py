@@ -30,6 +30,7 @@ AREAS = {
     "METRIC": "Metrics and loggers",
     "MODEL": "The model and its forward pass",
     "TRAIN": "Training",
+    "FILL": "`fill`",
     "PREPARE": "`prepare`",
     "DOCTOR": "`doctor`",
     "VIEW": "`view`",

@@ -31,6 +31,7 @@ OF_VERBS = {
     "cli/train.py": ("train",),
     "cli/view.py": ("view",),
     "doctor/rescore.py": ("doctor",),
+    "missing_logprobs/": ("fill",),
     "rewards/recorded.py": ("score",),
     "recipes/config_file.py": ("train", "online"),
     "prepare/ray_backend.py": ("prepare",),

@@ -37,7 +37,8 @@ def both(example, url, source, **options):
     for name, server in (("here", None), ("server", url)):
         out = source.with_name(f"{name}.jsonl")
         reports.append(fill(source, example / "model", out=out, server=server, accept_undecided=True, **options))
-        calls.append([json.loads(line).get("filled", {}).get("calls", []) for line in out.read_text().splitlines()])
+        records = [json.loads(line) for line in out.read_text().splitlines()]
+        calls.append([[call for call in record.get("filled", {"calls": []})["calls"] if call] for record in records])
     return reports, calls
 
 

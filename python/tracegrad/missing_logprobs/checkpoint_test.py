@@ -58,6 +58,9 @@ class CheckpointTest:
         outside: tokens outside of the ids that their sampling options allow.
         recorded, differing: recorded logprobs that were compared, and those that differ by more than 0.5 nats.
         comparisons: for each other checkpoint, log of its likelihood over that of the tested one, in nats.
+
+    >>> CheckpointTest("undecided", "there is no token to test", tokens=0, p_value=1.0).as_dict()["verdict"]
+    'undecided'
     """
 
     verdict: Verdict
@@ -85,6 +88,12 @@ class SampledTokens:
         previous: [M] the id before each token.
         recorded_logprobs: [M] float32, of the same distribution; NaN if none is recorded.
         outside: tokens, not among the M, that are outside of the ids that their sampling options allow.
+
+    >>> top = np.log(np.array([[0.6, 0.4]], np.float32))
+    >>> one = Predictions(top[:, 0], np.array([[7, 9]], np.int32), top, np.array([7], np.int32))
+    >>> tokens = SampledTokens(one, np.array([5], np.int32), np.array([np.nan], np.float32))
+    >>> check_checkpoint(tokens).tokens
+    1
     """
 
     predictions: Predictions

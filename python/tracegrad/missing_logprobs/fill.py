@@ -50,7 +50,13 @@ SEGMENTATION_NATS = 0.1
 
 
 class CheckpointRefused(TracegradError):
-    """A checkpoint that did not write the tokens, or tokens that cannot show it. `test` has the result of the test."""
+    """A checkpoint that did not write the tokens, or tokens that cannot show it. `test` has the result of the test.
+
+    >>> from tracegrad.missing_logprobs import CheckpointTest
+    >>> test = CheckpointTest("undecided", "there is no token to test", tokens=0, p_value=1.0)
+    >>> CheckpointRefused("TG-FILL-005: it cannot be told", test).test.verdict
+    'undecided'
+    """
 
     # Unpickling calls the class with only the message and sets the attribute afterwards.
     def __init__(self, message: str, test: CheckpointTest | None = None) -> None:
@@ -87,6 +93,11 @@ class FillReport:
         unknown: those that stay without a logprob, by reason.
         skipped: conversations that cannot be aligned; they are written as they are.
         seconds: wall time of the measurement.
+
+    >>> report = FillReport(conversations=2, tokens=5, recorded=1, filled=3, unknown={"another policy version": 1})
+    >>> print("\\n".join(report.lines()[1:]))
+    filled   3 of 4 tokens without a recorded logprob, in 2 conversations
+    unknown  1 tokens: another policy version
     """
 
     test: CheckpointTest | None = None
@@ -171,6 +182,15 @@ def fill(
             undecided. `error.test` has the result.
         ArgumentError: if an argument is invalid.
         ReadError, FormatError: as for `read`.
+
+    >>> import tempfile
+    >>> model = "examples/quickstart/model"
+    >>> ids = {"role": "assistant", "content": "4", "token_ids": [22, 2], "logprobs": [None, None]}
+    >>> record = {"messages": [{"role": "user", "content": "2+2?"}, ids], "temperature": 1.0}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = fill([record], model, out=f"{folder}/filled.jsonl", accept_undecided=True)
+    >>> report.filled, report.test.verdict  # two tokens cannot show whether the model wrote them
+    (2, 'undecided')
     """
     overrides = SamplingOverrides(temperature, top_p, top_k, min_p)
     _check(overrides, max_segmentation_nats)
