@@ -32,7 +32,13 @@ def filled(logprobs, ids=IDS, kind="raw", **more):
 def record(call, *, message=None, **more):
     answer = {"role": "assistant", "content": "or", "token_ids": IDS, "finish_reason": "stop"}
     messages = [{"role": "user", "content": "2+2?"}, answer | (message or {})]
-    return {"id": "a", "reward": 1.0, "messages": messages, "filled": {"model": "9f", "calls": [call]}, **more}
+    return {
+        "id": "a",
+        "reward": 1.0,
+        "messages": messages,
+        "tracegrad_filled": {"model": "9f", "calls": [call]},
+        **more,
+    }
 
 
 def sampled(sequences):
@@ -220,13 +226,13 @@ def test_penalties_of_processed_filled_logprobs_are_replayed(tokenizer):
     prompt = {"prompt_token_ids": [1, 5, 6], "repetition_penalty": 1.5, "temperature": 1.0}
     answer = {"role": "assistant", "content": "or", "token_ids": IDS, "generation": prompt}
     call = filled([-0.25, -0.5, -0.5], kind="processed", temperature=1.0)
-    given = {"messages": [{"role": "user", "content": "a"}, answer], "filled": {"calls": [call]}}
+    given = {"messages": [{"role": "user", "content": "a"}, answer], "tracegrad_filled": {"calls": [call]}}
     found = align(tokenizer, given)
     assert sampled(found)[0] == [FILLED] * 3
     assert options_on(int(found.replayed[0])) == ("repetition_penalty",)
     assert found.reshaped.tolist() == [0]
     raw = copy.deepcopy(given)
-    raw["filled"]["calls"][0]["kind"] = "raw"
+    raw["tracegrad_filled"]["calls"][0]["kind"] = "raw"
     assert options_on(int(align(tokenizer, raw).reshaped[0])) == ("repetition_penalty",)
 
 
@@ -237,7 +243,7 @@ def test_a_later_branch_repeats_a_filled_token_without_its_logprob(tokenizer):
         return {"request": {"messages": [{"role": "user", "content": "q"}]}, "response": {"choices": [choice]}}
 
     calls = [call([5], [10, 11]), call([5, 10, 20], [12])]
-    given = {"calls": calls, "filled": {"calls": [filled([-0.25, -0.5], [10, 11]), filled([-1.0], [12])]}}
+    given = {"calls": calls, "tracegrad_filled": {"calls": [filled([-0.25, -0.5], [10, 11]), filled([-1.0], [12])]}}
     found = align(tokenizer, given)
     assert found.ids.tolist() == [5, 10, 11, 5, 10, 20, 12]
     assert found.trainable.tolist() == [False, True, True, False, False, False, True]

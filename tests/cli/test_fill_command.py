@@ -31,9 +31,9 @@ def test_help_names_what_is_filled_and_every_option(capsys):
         main(["fill", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--model", "--out", "--server", "--temperature", "--top-p", "--top-k", "--min-p", "--json"):
+    for flag in ("--model", "--out", "--logprobs-from", "--temperature", "--top-p", "--top-k", "--min-p", "--json"):
         assert flag in text
-    for flag in ("--policy-version", "--compare-with", "--max-segmentation-nats", "--accept-undecided"):
+    for flag in ("--policy-version", "--compare-with", "--max-text-uncertainty", "--accept-undecided"):
         assert flag in text
     assert "fill" in build_parser().format_help()
 

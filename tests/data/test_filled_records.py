@@ -1,4 +1,4 @@
-"""The key `filled` of a record: it is read in every form, kept unchanged, and refused if it is wrong."""
+"""The key `tracegrad_filled` of a record: it is read in every form, kept unchanged, and refused if it is wrong."""
 
 import json
 
@@ -32,17 +32,17 @@ def of(trace, turn=0):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_read_with_its_filled_logprobs(form, tmp_path):
-    [trace] = tg.Traces.from_records([FORMS[form] | {"filled": FILLED}])
+    [trace] = tg.Traces.from_records([FORMS[form] | {"tracegrad_filled": FILLED}])
     assert of(trace) == [None, -0.25, -0.5]
     assert trace.generations[0].filled_logprobs.dtype == np.float32
-    assert trace.to_dict()["filled"] == FILLED
+    assert trace.to_dict()["tracegrad_filled"] == FILLED
     [bare] = tg.Traces.from_records([FORMS[form]])
     assert bare.generations[0].filled_logprobs is None
     assert (bare.generations[0].logprobs is None) == (trace.generations[0].logprobs is None)
 
 
 def test_writing_keeps_the_bytes(tmp_path):
-    line = json.dumps({"messages": MESSAGES, "filled": FILLED})
+    line = json.dumps({"messages": MESSAGES, "tracegrad_filled": FILLED})
     (tmp_path / "a.jsonl").write_text(line + "\n")
     tg.write(tg.read(tmp_path / "a.jsonl"), tmp_path / "b.jsonl")
     assert (tmp_path / "b.jsonl").read_text() == line + "\n"
@@ -50,31 +50,33 @@ def test_writing_keeps_the_bytes(tmp_path):
 
 
 def test_bare_nan_is_not_filled(tmp_path):
-    line = json.dumps({"messages": MESSAGES, "filled": {"calls": [CALL | {"logprobs": [float("nan"), -1.0, 0.0]}]}})
+    line = json.dumps(
+        {"messages": MESSAGES, "tracegrad_filled": {"calls": [CALL | {"logprobs": [float("nan"), -1.0, 0.0]}]}}
+    )
     (tmp_path / "a.jsonl").write_text(line + "\n")
     assert "NaN" in line
     assert of(tg.read(tmp_path / "a.jsonl")[0]) == [None, -1.0, 0.0]
 
 
 def test_calls_follow_the_numbers_of_native_generations():
-    """The second message was sampled first; `filled.calls` is in the order of the calls."""
+    """The second message was sampled first; `tracegrad_filled.calls` is in the order of the calls."""
 
     def answer(text, call):
         return {"role": "assistant", "content": text, "generation": {"call": call}}
 
     first = CALL | {"logprobs": [-1.0, -1.0, -1.0]}
     record = {"format": "tracegrad/1", "messages": [MESSAGES[0], answer("b", 1), MESSAGES[0], answer("c", 0)]}
-    [trace] = tg.Traces.from_records([record | {"filled": {"calls": [first, CALL]}}])
+    [trace] = tg.Traces.from_records([record | {"tracegrad_filled": {"calls": [first, CALL]}}])
     assert [turn.message for turn in trace.generations] == [3, 1]
     assert (of(trace, 0), of(trace, 1)) == ([-1.0] * 3, [None, -0.25, -0.5])
 
 
 def test_null_and_a_shorter_list_fill_nothing():
-    record = {"messages": [*MESSAGES, *MESSAGES, *MESSAGES], "filled": {"calls": [None, CALL]}}
+    record = {"messages": [*MESSAGES, *MESSAGES, *MESSAGES], "tracegrad_filled": {"calls": [None, CALL]}}
     [trace] = tg.Traces.from_records([record])
     assert [of(trace, turn) for turn in range(3)] == [None, [None, -0.25, -0.5], None]
     for nothing in (None, {}, {"calls": None}, {"calls": []}):
-        [trace] = tg.Traces.from_records([{"messages": MESSAGES, "filled": nothing}])
+        [trace] = tg.Traces.from_records([{"messages": MESSAGES, "tracegrad_filled": nothing}])
         assert of(trace) is None
 
 
@@ -106,7 +108,7 @@ WRONG = [
 @pytest.mark.parametrize(("code", "reason", "filled"), WRONG)
 def test_a_wrong_filled_entry_is_a_located_rejection(code, reason, filled, tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"id": "t", "messages": MESSAGES, "filled": filled}) + "\n")
+    path.write_text(json.dumps({"id": "t", "messages": MESSAGES, "tracegrad_filled": filled}) + "\n")
     with pytest.raises(FormatError) as error:
         tg.read(path)
     assert error.value.code == code
@@ -116,4 +118,4 @@ def test_a_wrong_filled_entry_is_a_located_rejection(code, reason, filled, tmp_p
 
 
 def test_a_record_without_token_data_is_not_filled():
-    assert "filled" not in without_token_data({"messages": MESSAGES, "filled": FILLED})
+    assert "tracegrad_filled" not in without_token_data({"messages": MESSAGES, "tracegrad_filled": FILLED})

@@ -58,7 +58,7 @@ def test_fair_tokens_are_counted_by_the_binomial(most_probable, at_least, as_far
     # The pairs (5, 10) and (5, 11) have an expected count of 5 and a variance of 2.5 each.
     assert result.p_values["pairs of ids"] == monte_carlo(as_far)
     # All ids have the same logprob, which is its expectation, and none is rare.
-    names = "temperature too low", "temperature too high", "rare ids"
+    names = "tokens too improbable", "tokens too probable", "rare ids"
     assert [result.p_values[name] for name in names] == [1, 1, 1]
 
 
@@ -67,8 +67,8 @@ def test_the_scores_of_two_ids_are_counted_by_the_binomial(most_probable):
     # The sum of the logprobs is higher exactly if more of the 12 tokens are the id of probability 0.7.
     counts = [math.comb(12, count) * 0.7**count * 0.3 ** (12 - count) for count in range(13)]
     result = check_checkpoint(tokens_of([(0.7, 0.3)] * 12, [0] * most_probable + [1] * (12 - most_probable)))
-    assert result.p_values["temperature too low"] == monte_carlo(sum(counts[: most_probable + 1]))
-    assert result.p_values["temperature too high"] == monte_carlo(sum(counts[most_probable:]))
+    assert result.p_values["tokens too improbable"] == monte_carlo(sum(counts[: most_probable + 1]))
+    assert result.p_values["tokens too probable"] == monte_carlo(sum(counts[most_probable:]))
     assert result.p_values["pairs of ids"] == 1  # each variance is 0.21, which is too small to count
 
 
@@ -148,7 +148,7 @@ def many(rng, count, listed=5):
     return -np.sort(-rng.dirichlet([1.0] * listed, count), 1)
 
 
-@pytest.mark.parametrize(("temperature", "name"), [(2.0, "temperature too low"), (0.5, "temperature too high")])
+@pytest.mark.parametrize(("temperature", "name"), [(2.0, "tokens too improbable"), (0.5, "tokens too probable")])
 def test_another_temperature_is_refused(temperature, name):
     rng = np.random.default_rng(1)
     rows = many(rng, 500)
@@ -181,8 +181,8 @@ def test_rare_ids_are_refused():
     rows = [(0.9994, 0.0006, 0.0)] * 200 + [(0.45, 0.45, 0.1)] * 200
     result = check_checkpoint(tokens_of(rows, [1] * 4 + [0] * 196 + [1] * 200))
     assert (result.verdict, leading(result)) == ("refused", "rare ids")
-    assert result.p_values["temperature too low"] > 0.3
-    assert result.p_values["temperature too high"] > 0.3
+    assert result.p_values["tokens too improbable"] > 0.3
+    assert result.p_values["tokens too probable"] > 0.3
 
 
 def test_another_checkpoint_that_explains_better_is_refused():
@@ -196,7 +196,7 @@ def test_another_checkpoint_that_explains_better_is_refused():
         "runs/step-3": pytest.approx(0, abs=1e-3),
     }
     weights = {**WEIGHTS, "runs/step-2": 0.15, "runs/step-3": 0.15}
-    assert (result.verdict, leading(result, weights)) == ("refused", "temperature too high")
+    assert (result.verdict, leading(result, weights)) == ("refused", "tokens too probable")
     # If only the other checkpoint can tell: both ids have probability 0.5 here, in either order.
     places, ids = [0, 1] * 50, [(3, 4), (4, 3)] * 50  # always the id 3
     other = np.log([(0.8, 0.2), (0.2, 0.8)] * 50).astype(np.float32)

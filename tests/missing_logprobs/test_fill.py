@@ -71,7 +71,7 @@ def logprobs_of(sequences):
 
 def calls_of(path):
     """Return what was filled, by record and generation."""
-    return [json.loads(line).get("filled", {}).get("calls", []) for line in path.read_text().splitlines()]
+    return [json.loads(line).get("tracegrad_filled", {}).get("calls", []) for line in path.read_text().splitlines()]
 
 
 def lines_of(path):
@@ -107,8 +107,8 @@ def test_the_records_are_copied_byte_for_byte(filled, model):
         if not is_filled:
             assert after == before
             continue
-        assert after.startswith(before[:-1] + b',"filled":{')
-        provenance = json.loads(after)["filled"]
+        assert after.startswith(before[:-1] + b',"tracegrad_filled":{')
+        provenance = json.loads(after)["tracegrad_filled"]
         del provenance["calls"]
         assert provenance == report.provenance
     assert report.provenance["model"] == weights.hexdigest()
@@ -184,8 +184,8 @@ def test_text_gets_logprobs_except_for_what_is_not_the_sampled_text(records, mod
     assert report.filled == np.isfinite(logprobs_of(after)).sum()
     assert report.filled + sum(report.unknown.values()) == report.tokens
     # Only texts without any other segmentation are measured with 0 nats, and all with no limit.
-    none = fill(source, model, out=tmp_path / "none.jsonl", max_segmentation_nats=0.0, **options)
-    every = fill(source, model, out=tmp_path / "every.jsonl", max_segmentation_nats=float("inf"), **options)
+    none = fill(source, model, out=tmp_path / "none.jsonl", max_text_uncertainty=0.0, **options)
+    every = fill(source, model, out=tmp_path / "every.jsonl", max_text_uncertainty=float("inf"), **options)
     assert none.filled < report.filled <= every.filled
     assert SEGMENTATION not in every.unknown
     assert none.unknown[SEGMENTATION] == every.filled - none.filled
@@ -347,7 +347,7 @@ def test_a_filled_file_is_filled_again_with_the_same_values(filled, model, tmp_p
         assert [call["ids"] for call in once] == [call["ids"] for call in again]
         for call, other in zip(once, again, strict=True):
             np.testing.assert_allclose(call["logprobs"], other["logprobs"], atol=5e-6)
-    assert [line.count(b'"filled":') for line in lines_of(tmp_path / "again.jsonl")] == [1] * 6
+    assert [line.count(b'"tracegrad_filled":') for line in lines_of(tmp_path / "again.jsonl")] == [1] * 6
 
 
 def interrupted(monkeypatch, source, model, out, **options):
@@ -415,7 +415,7 @@ def test_another_checkpoint_is_refused(filled, model, tmp_path):
         fill(source, other, out=tmp_path / "out.jsonl", accept_undecided=True)
     test = refused.value.test
     assert (test.verdict, test.tokens) == ("refused", filled[2].tokens)
-    assert test.p_values["temperature too low"] < 0.001  # its logits are 1.5 times as large
+    assert test.p_values["tokens too improbable"] < 0.001  # its logits are 1.5 times as large
     assert list(tmp_path.iterdir()) == [other]
     assert pickle.loads(pickle.dumps(refused.value)).test == test
     # Its weights have another hash, and their logprobs are their own.
@@ -431,7 +431,7 @@ def test_another_temperature_is_refused(loaded, model, tmp_path):
     source = write_records(tmp_path / "in.jsonl", records)
     with pytest.raises(CheckpointRefused, match="TG-FILL-004") as refused:
         fill(source, model, out=tmp_path / "out.jsonl")
-    assert refused.value.test.p_values["temperature too high"] < 0.001
+    assert refused.value.test.p_values["tokens too probable"] < 0.001
 
 
 def test_too_few_tokens_are_undecided(records, model, tmp_path):
@@ -495,7 +495,7 @@ def test_invalid_arguments_and_records(model, tmp_path):
             fill(source, model, out=tmp_path / "out.jsonl", **{name: value})
     for nats in (-1.0, float("nan")):
         with pytest.raises(ArgumentError, match="TG-FILL-003"):
-            fill(source, model, out=tmp_path / "out.jsonl", max_segmentation_nats=nats)
+            fill(source, model, out=tmp_path / "out.jsonl", max_text_uncertainty=nats)
     source.write_text(json.dumps([{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]) + "\n")
     with pytest.raises(FormatError):
         fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True, temperature=1.0)

@@ -36,9 +36,11 @@ def both(example, url, source, **options):
     reports, calls = [], []
     for name, server in (("here", None), ("server", url)):
         out = source.with_name(f"{name}.jsonl")
-        reports.append(fill(source, example / "model", out=out, server=server, accept_undecided=True, **options))
+        reports.append(fill(source, example / "model", out=out, logprobs_from=server, accept_undecided=True, **options))
         records = [json.loads(line) for line in out.read_text().splitlines()]
-        calls.append([[call for call in record.get("filled", {"calls": []})["calls"] if call] for record in records])
+        calls.append(
+            [[call for call in record.get("tracegrad_filled", {"calls": []})["calls"] if call] for record in records]
+        )
     return reports, calls
 
 
@@ -67,7 +69,7 @@ def test_other_temperatures_are_left_out_and_not_tested(example, url, tmp_path):
     hot, turns = sampled_log(loaded, 8, temperature=1.5)
     plain, others = sampled_log(loaded, 8, seed=1)
     source = write_records(tmp_path / "in.jsonl", hot + plain)
-    report = fill(source, example / "model", out=tmp_path / "out.jsonl", server=url, accept_undecided=True)
+    report = fill(source, example / "model", out=tmp_path / "out.jsonl", logprobs_from=url, accept_undecided=True)
     assert report.unknown == {REASONS[NOT_REPORTED]: sum(len(turn.ids) for turn in turns)}
     assert report.filled == report.test.tokens == sum(len(turn.ids) for turn in others)
 
@@ -89,4 +91,4 @@ def test_a_log_of_another_temperature_is_refused(example, url, tmp_path):
     records, _ = sampled_log(rollout.load(example / "model"), 48, temperature=0.5, recorded={"temperature": 1.0})
     source = write_records(tmp_path / "in.jsonl", records)
     with pytest.raises(CheckpointRefused, match="TG-FILL-004"):
-        fill(source, example / "model", out=tmp_path / "out.jsonl", server=url)
+        fill(source, example / "model", out=tmp_path / "out.jsonl", logprobs_from=url)

@@ -217,7 +217,7 @@ def test_commands_without_a_server_run(verb, at_home, tmp_path, capsys):
     if verb == "train":  # a page trains from the output of the previous command
         assert main(["prepare", "traces.jsonl", "--model", "model", "--out", "prepared"]) == 0
     for block, words in OURS:
-        if words[0] != verb or {"--judge", "--server"} & set(words) or "--parallel.mode" in words:
+        if words[0] != verb or {"--judge", "--logprobs-from"} & set(words) or "--parallel.mode" in words:
             continue
         words = ["traces.jsonl" if word in ("runs.jsonl", "filled.jsonl") else word for word in words]
         for flag in ("--model", "--out"):

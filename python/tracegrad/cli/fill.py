@@ -19,7 +19,7 @@ from tracegrad.cli.args import (
 from tracegrad.data.codes import SERVERS
 from tracegrad.data.sources import expand
 from tracegrad.errors import ArgumentError
-from tracegrad.missing_logprobs.fill import SEGMENTATION_NATS
+from tracegrad.missing_logprobs.fill import TEXT_UNCERTAINTY
 from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.storage import files
 
@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
         "--out", type=place, required=True, metavar="FILE", help="file for the traces; .gz or .zst compresses it"
     )
     parser.add_argument(
-        "--server",
+        "--logprobs-from",
         metavar="URL",
         help="vLLM server of this checkpoint: use its prompt_logprobs in place of forward passes here",
     )
@@ -74,12 +74,12 @@ def add_to(commands: Any) -> None:
         "run, if MODEL is one of its checkpoints)",
     )
     parser.add_argument(
-        "--max-segmentation-nats",
+        "--max-text-uncertainty",
         type=float,
-        default=SEGMENTATION_NATS,
+        default=TEXT_UNCERTAINTY,
         metavar="F",
         help="leave out a text without ids if its other segmentations exceed its canonical tokens by more than F nats "
-        f"(default {SEGMENTATION_NATS})",
+        f"(default {TEXT_UNCERTAINTY})",
     )
     parser.add_argument(
         "--accept-undecided",
@@ -115,14 +115,14 @@ def _fill(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         options.traces,
         folder,
         out=options.out,
-        server=options.server,
+        logprobs_from=options.logprobs_from,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         min_p=options.min_p,
         policy_version=options.policy_version,
         compare_with=options.compare_with and [folder_of(other) for other in options.compare_with],
-        max_segmentation_nats=options.max_segmentation_nats,
+        max_text_uncertainty=options.max_text_uncertainty,
         accept_undecided=options.accept_undecided,
         server_profile=options.profile,
         map=run_config.map,

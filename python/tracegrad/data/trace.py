@@ -148,7 +148,7 @@ TOKEN_KEYS = frozenset(
         "trainer_logprobs",
         "entropies",
         "is_content",
-        "filled",
+        "tracegrad_filled",
     ]
 )
 

@@ -18,8 +18,8 @@ DRAWS = 4999
 FALSE_REFUSALS = 0.01
 """Probability of refusing tokens that the checkpoint wrote."""
 WEIGHTS = {
-    "temperature too low": 0.15,
-    "temperature too high": 0.4,
+    "tokens too improbable": 0.15,
+    "tokens too probable": 0.4,
     "most probable id": 0.3,
     "pairs of ids": 0.1,
     "rare ids": 0.05,
@@ -168,8 +168,8 @@ def check_checkpoint(
 
 
 _MEANING = {
-    "temperature too low": "their probabilities are too low (another checkpoint or template, a higher temperature)",
-    "temperature too high": "their probabilities are too high (a lower temperature, greedy text, a later checkpoint)",
+    "tokens too improbable": "their probabilities are too low (another checkpoint or template, a higher temperature)",
+    "tokens too probable": "their probabilities are too high (a lower temperature, greedy text, a later checkpoint)",
     "most probable id": "they are the most probable id too often (a lower temperature, or a later checkpoint)",
     "pairs of ids": "some ids follow others too often or too rarely (another checkpoint)",
     "rare ids": "too many have a probability below 0.001 (another checkpoint or template)",
@@ -191,18 +191,16 @@ def _combined(
         the p-value of the smallest weighted p-value; the p-value of each; and the smallest weighted p-value of each
         simulated file [DRAWS].
     """
-    ranks = {name: _p_values(values, values[1:]) for name, values in statistics.items()}
+    ranks = {name: _p_values(values, values) for name, values in statistics.items()}
     least = np.min([ranks[name] / weights[name] for name in ranks], axis=0)
-    p_value = float(_p_values(-least[:1], -least[1:])[0])
+    p_value = float(_p_values(-least[:1], -least)[0])
     return p_value, {name: float(values[0]) for name, values in ranks.items()}, least[1:]
 
 
-def _p_values(values: NDArray[np.float64], null: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each value the share of the null's values, and itself, that are at least as large."""
-    ordered = np.sort(null)
-    return (1 + len(ordered) - np.searchsorted(ordered, values - 1e-9 * np.maximum(np.abs(values), 1))) / (
-        1 + len(ordered)
-    )
+def _p_values(values: NDArray[np.float64], among: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each value the share of the values `among` that are at least as large."""
+    ordered = np.sort(among)
+    return 1 - np.searchsorted(ordered, values - 1e-9 * np.maximum(np.abs(values), 1)) / len(ordered)
 
 
 class _Simulation:

@@ -40,12 +40,14 @@ from tracegrad.storage.files import write_atomically
 TEST_TOKENS = 4096
 """Tokens that the test of the checkpoint uses, from conversations that are drawn over all inputs."""
 _TEST_TRACES = 2048
+_MOST_COMPARED = 32
 _COMPARED = 4
 """Number of other checkpoints of a run that are compared by default."""
 _BATCH = 256
-"""Conversations that are aligned, measured and written at once."""
+_BATCH_BYTES = 8 << 20
+"""Conversations, and bytes of their records, that are aligned, measured and written at once."""
 _REPLACEMENT = "\ufffd".encode()
-SEGMENTATION_NATS = 0.1
+TEXT_UNCERTAINTY = 0.1
 """Default of the most by which the other segmentations of a text may exceed its canonical tokens."""
 
 
@@ -76,6 +78,14 @@ class Scorer(Protocol):
         self, sequences: Sequences, tokens: NDArray[np.int64], listed: int, at: NDArray[np.int32] | None = None
     ) -> Predictions:
         """Return the predictions at these tokens, at `sequences.inv_temperature`; of the ids `at`, if they are set."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """Return the value of the process that writes."""
+        ...
+
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise an error of one process on all of them."""
         ...
 
 
@@ -131,14 +141,14 @@ def fill(
     model: str | Path,
     *,
     out: str | Path,
-    server: str | None = None,
+    logprobs_from: str | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
     min_p: float | None = None,
     policy_version: int | None = None,
     compare_with: Sequence[str | Path] | None = None,
-    max_segmentation_nats: float = SEGMENTATION_NATS,
+    max_text_uncertainty: float = TEXT_UNCERTAINTY,
     accept_undecided: bool = False,
     server_profile: str | None = None,
     map: FieldMap | Mapping[str, str] | None = None,
@@ -152,22 +162,22 @@ def fill(
     """Measure the logprob of each sampled token that lacks a recorded one, and write the records with them.
 
     Only the checkpoint that wrote the tokens can measure them, so a sample of them is tested first. Each record is
-    copied unchanged, with one key more, `filled`. `align` uses these logprobs at level T7. If the run is interrupted,
-    call it again with the same arguments: it continues after the last conversation in `OUT.partial`.
+    copied unchanged, with one key more, `tracegrad_filled`. `align` uses these logprobs at level T7. If the run is
+    interrupted, call it again with the same arguments: it continues after the last conversation in `OUT.partial`.
 
     Args:
         source: inputs, as for `read`, except standard input.
         model: folder of the checkpoint that wrote the tokens.
         out: the file to write; .gz and .zst compress it.
-        server: URL of a vLLM server of this checkpoint. Its `prompt_logprobs` are used in place of forward passes here.
-            They are logprobs at temperature 1, so tokens of another temperature stay without one.
+        logprobs_from: URL of a vLLM server of this checkpoint. Its `prompt_logprobs` are used in place of forward
+            passes here. They are logprobs at temperature 1, so tokens of another temperature stay without one.
         temperature, top_p, top_k, min_p: how the tokens were sampled, if the records do not state it or state it
             wrongly.
         policy_version: measure only tokens of this recorded version of the policy.
         compare_with: folders of other checkpoints that may have written the tokens, such as other steps of the run. If
             one of them explains the tokens significantly better, the checkpoint is refused. None: up to four others in
-            the folder `checkpoints` that has this one, if there is no `server`.
-        max_segmentation_nats: most by which the other segmentations of a text without ids may exceed its canonical
+            the folder `checkpoints` that has this one, without `logprobs_from`.
+        max_text_uncertainty: most by which the other segmentations of a text without ids may exceed its canonical
             tokens, in nats of log-probability. A text above it stays without logprobs.
         accept_undecided: fill also if the tokens are too few, or too certain, for a verdict.
         server_profile: as for `align`.
@@ -193,26 +203,32 @@ def fill(
     (2, 'undecided')
     """
     overrides = SamplingOverrides(temperature, top_p, top_k, min_p)
-    _check(overrides, max_segmentation_nats)
+    _check(overrides, max_text_uncertainty)
+    if isinstance(source, Iterator):
+        raise ArgumentError(
+            f"TG-FILL-009: source is {type(source).__name__}, which can be read once. The inputs are read twice, for "
+            "the test and for the result. Pass files, or a list of records."
+        )
     folder, out = Path(model), Path(out)
     tokenizer = Tokenizer.from_pretrained(folder)
     options = {"map": map, "on_error": on_error}
     work = _Measurement(
-        tokenizer, overrides, policy_version, max_segmentation_nats, Vocabulary(tokenizer), server_profile
+        tokenizer, overrides, policy_version, max_text_uncertainty, Vocabulary(tokenizer), server_profile
     )
     report = FillReport(provenance={"model": weights_hash(folder)})
     sample, report.conversations, digest = _sample(stream(source, **options), work, seed, progress)
     placing = {"device": device, "dtype": dtype, "tokens_per_row": tokens_per_row}
-    scorer = _scorer(folder, server, placing)
+    scorer = _scorer(folder, logprobs_from, placing)
     if compare_with is None:
-        compare_with = other_checkpoints(folder) if server is None else ()
+        compare_with = other_checkpoints(folder) if logprobs_from is None else ()
     report.provenance |= {"dtype": scorer.dtype, "engine": scorer.engine}
     if sample:
         report.test = _test(sample, work, scorer, compare_with, placing, seed)
         _refuse(report.test, folder, accept_undecided)
+        report.provenance |= {"test": report.test.verdict, "p_value": f"{report.test.p_value:.3g}"}
     started = time.monotonic()
-    settings = [report.provenance, vars(overrides), policy_version, max_segmentation_nats, server_profile, repr(map)]
-    partial = _PartialFile(out, [settings, digest], scorer.writes)
+    settings = [report.provenance, vars(overrides), policy_version, max_text_uncertainty, server_profile, repr(map)]
+    partial = _PartialFile(out, [settings, digest, _hash_of(folder, _RENDERING)], scorer)
     partial.restore(report)
     total, done = report.conversations, partial.records
     for traces in _from(stream(source, batch=_BATCH, **options), partial.records):
@@ -230,7 +246,7 @@ def fill(
 
 
 def _check(overrides: SamplingOverrides, nats: float) -> None:
-    limits = {"temperature": (0.01, 100.0), "top_p": (0.0, 1.0), "top_k": (-1, 1 << 31), "min_p": (0.0, 1.0)}
+    limits = {"temperature": (0.01, 100.0), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31), "min_p": (0.0, 1.0)}
     for name, (low, high) in limits.items():
         value = getattr(overrides, name)
         if value is not None and not low <= value <= high:
@@ -240,7 +256,7 @@ def _check(overrides: SamplingOverrides, nats: float) -> None:
             )
     if not nats >= 0:
         raise ArgumentError(
-            f"TG-FILL-003: max_segmentation_nats is {nats!r}. It bounds how uncertain the tokens of a text are, in "
+            f"TG-FILL-003: max_text_uncertainty is {nats!r}. It bounds how uncertain the tokens of a text are, in "
             "nats. Pass a number from 0."
         )
 
@@ -283,9 +299,40 @@ def other_checkpoints(folder: Path) -> list[Path]:
 
 
 def weights_hash(folder: Path) -> str:
-    """Return the blake2b hash of a model's weights, as 32 hex digits: of its safetensors files, in order of names."""
+    """Return the blake2b hash of a model's weights, as 32 hex digits: of its safetensors files, in order of names.
+
+    For LoRA adapters, the weights of the base model are included.
+
+    Raises:
+        ArgumentError: if the folder has no safetensors file.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise ArgumentError(
+            f"TG-FILL-010: {folder} has no safetensors file, so filled logprobs could not name their weights. Save the "
+            "model with save_pretrained, and pass this folder."
+        )
+    base = _base_of(folder)
+    return _hash_of(folder, ("*.safetensors",)) if base is None else _hash_of(folder, ("*.safetensors",), base)
+
+
+def _base_of(folder: Path) -> Path | None:
+    """Return the local folder of the base model of LoRA adapters; None for other folders."""
+    try:
+        named = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        return None
+    base = Path(named) if isinstance(named, str) else None
+    return base if base is not None and base.is_dir() else None
+
+
+_RENDERING = ("config.json", "adapter_config.json", "tokenizer*", "chat_template*", "vocab*", "merges.txt")
+"""Files of a model's folder that determine the ids of texts."""
+
+
+def _hash_of(folder: Path, patterns: Sequence[str], *more: Path) -> str:
+    """Return the hash of the files of folders that match the patterns, with their names."""
     digest = blake2b(digest_size=16)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted({path for place in (folder, *more) for pattern in patterns for path in place.glob(pattern)}):
         digest.update(path.name.encode())
         with path.open("rb") as file:
             while block := file.read(1 << 24):
@@ -327,7 +374,7 @@ class _Measurement:
     tokenizer: Tokenizer
     overrides: SamplingOverrides
     policy_version: int | None
-    max_segmentation_nats: float
+    max_text_uncertainty: float
     vocabulary: Vocabulary
     server_profile: str | None
 
@@ -338,7 +385,13 @@ class _Measurement:
         rows = np.arange(len(traces))
         if sequences.traces < len(traces):  # Ids need not be unique, so which ones are left out is found one by one.
             rows = np.flatnonzero([self._align(together[row : row + 1]).traces for row in rows])
-        table = GenerationTable.of(sequences, lambda row: traces[rows[row]], self.overrides, self.policy_version)
+        table = GenerationTable.of(
+            sequences,
+            lambda row: traces[rows[row]],
+            self.overrides,
+            self.policy_version,
+            self.tokenizer.model_vocab_size,
+        )
         owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens)).astype(np.int64)
         generation = np.where(sequences.source == SAMPLED, sequences.cu_turns[owner] + sequences.turn, -1)
         usable = sequences.trainable & (generation >= 0)
@@ -360,7 +413,9 @@ class _Measurement:
             table,
             generation,
             np.flatnonzero(sampled & missing),
-            np.flatnonzero(sampled & ~missing & is_own),
+            np.flatnonzero(sampled & ~missing & is_own & ~table.truncation.is_active[np.maximum(generation, 0)])
+            if len(table.reason)
+            else np.zeros(0, np.int64),
             np.flatnonzero(partly),
             {REASONS[number]: int(count) for number, count in enumerate(unknown) if count},
             (int(usable.sum()), int((usable & ~missing).sum())),
@@ -418,7 +473,7 @@ class _Measurement:
     def leave_out_uncertain_text(self, selection: _Selection, result: "_Result") -> None:
         """Set the logprobs of texts to NaN if other segmentations are likely."""
         for rows, nats in self._texts(selection, selection.tokens, result):
-            if not nats.sum() <= self.max_segmentation_nats:
+            if not nats.sum() <= self.max_text_uncertainty:
                 result.over_kept.logprobs[rows] = np.nan
                 result.reason[rows] = reasons.SEGMENTATION
 
@@ -433,7 +488,8 @@ class _Measurement:
         usable = result.reason < 0
         is_rendered = selection.table.reason[selection.generation[tokens]] == reasons.RENDERED
         for rows, nats in self._texts(selection, tokens, result):
-            certain = np.cumsum(nats) <= self.max_segmentation_nats
+            # The nats of the tokens before decide, because those of a token depend on what it is.
+            certain = np.cumsum(nats) - nats <= self.max_text_uncertainty
             pieces = [self.tokenizer.decode_bytes(selection.sequences.ids[tokens[row : row + 1]]) for row in rows]
             lost = b"".join(pieces).find(_REPLACEMENT)
             certain &= (np.cumsum([len(piece) for piece in pieces]) <= lost) | (lost < 0)
@@ -501,7 +557,12 @@ def _calls(selection: _Selection, result: _Result) -> dict[int, dict[int, Filled
         # At temperature 1 without truncation both kinds are the same. `align` uses one that equals the recorded kind.
         kind = "raw" if recorded is not None and has_raw_part(recorded) else "processed"
         calls.setdefault(row, {})[int(generation - sequences.cu_turns[row])] = FilledCall(
-            ids, values, kind, float(table.temperature[generation]), kept if any(kept) else None
+            ids,
+            values,
+            kind,
+            float(table.temperature[generation]),
+            kept if any(kept) else None,
+            table.truncation.options(generation),
         )
     return calls
 
@@ -512,20 +573,25 @@ def _sample(
     """Draw conversations from all inputs. Return as many as the test needs, and number and hash of all of them."""
     drawn: list[Trace] = []
     count, chance, digest = 0, random.Random(seed), blake2b(digest_size=16)
+    known: set[bytes] = set()
     for traces in parts:
         for trace in traces:
             count += 1
-            digest.update(one_line(trace.record) + b"\n")
+            record = blake2b(one_line(trace.record), digest_size=16).digest()
+            digest.update(record)
+            if record in known:  # A copy is no further evidence.
+                continue
             at = len(drawn) if len(drawn) < _TEST_TRACES else chance.randrange(count)
             if at < _TEST_TRACES:
                 drawn[at : at + 1] = [Trace(trace.core.take([trace.index]))]  # without the other traces of its batch
+                known.add(record)
         if progress:
             progress("reading", count, 0)
     chance.shuffle(drawn)
     chosen: list[Trace] = []
     tokens = 0
-    for start in range(0, len(drawn), 64):
-        part = [without_filled(trace) for trace in drawn[start : start + 64]]
+    for start in range(0, len(drawn), 8):
+        part = [without_filled(trace) for trace in drawn[start : start + 8]]
         selection = work.select(part)
         if len(selection.tokens):
             chosen += part
@@ -545,7 +611,7 @@ def _test(
 ) -> CheckpointTest:
     """Test the checkpoint on a sample of conversations."""
     selection = work.select(sample)
-    tokens = np.union1d(np.union1d(selection.tokens, selection.recorded), selection.partly_sampled)
+    tokens = np.union1d(np.union1d(selection.tokens, selection.recorded), selection.partly_sampled)[:TEST_TOKENS]
     result = work.predict(selection, tokens, scorer, LISTED)
     known = np.flatnonzero(work.certain_beginnings(selection, tokens, result))
     outside = int(np.count_nonzero(result.reason == reasons.EXCLUDED))
@@ -556,6 +622,11 @@ def _test(
         result.over_kept.take(known), sequences.ids[np.maximum(tokens - 1, 0)], recorded.astype(np.float32), outside
     )
     others = {}
+    if len(compare_with) > _MOST_COMPARED:
+        raise ArgumentError(
+            f"TG-FILL-011: compare_with has {len(compare_with)} checkpoints. So many dilute the test, because one of "
+            f"them may fit better by chance. Name at most {_MOST_COMPARED}."
+        )
     for folder in compare_with:
         other = _scorer(Path(folder), None, placing)
         at = sampled.predictions.ids
@@ -564,12 +635,20 @@ def _test(
 
 
 def _from(parts: Any, skip: int) -> Any:
-    """Yield lists of traces, without the first `skip` traces."""
+    """Yield lists of traces, of at most `_BATCH_BYTES` if there are several, without the first `skip` traces."""
     for traces in parts:
-        rest = traces[skip:] if skip else traces
+        batch: list[Trace] = []
+        size = 0
+        for trace in traces[skip:] if skip else traces:
+            length = len(trace.record)
+            if batch and size + length > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append(trace)
+            size += length
         skip = max(0, skip - len(traces))
-        if len(rest):
-            yield list(rest)
+        if batch:
+            yield batch
 
 
 class _PartialFile:
@@ -578,23 +657,27 @@ class _PartialFile:
     Args:
         out: the output.
         settings: a run continues only if they are equal.
-        writes: whether this process writes.
+        scorer: knows which process writes.
     """
 
-    def __init__(self, out: Path, settings: Any, writes: bool) -> None:
+    def __init__(self, out: Path, settings: Any, scorer: Scorer) -> None:
         self.path, self.state = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
         self._key = blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-        self._writes, self.records, self.bytes = writes, 0, 0
-        self._counts: dict[str, Any] = {}
-        try:
-            saved = json.loads(self.state.read_text())
-        except (OSError, ValueError):
-            saved = {}
-        if isinstance(saved, dict) and saved.get("settings") == self._key and self.path.exists():
-            self.records, self.bytes, self._counts = saved["records"], saved["bytes"], saved["report"]
-        if writes:
+        self._scorer = scorer
+        self.records, self.bytes, self._counts = scorer.share(self._saved())
+        if scorer.writes:
             with self.path.open("ab") as file:
                 file.truncate(self.bytes)
+
+    def _saved(self) -> tuple[int, int, dict[str, Any]]:
+        """Return number and bytes of the records in the file, and their counts; zeros if it is of another run."""
+        try:
+            saved = json.loads(self.state.read_text())
+            if saved["settings"] == self._key and self.path.stat().st_size >= saved["bytes"]:
+                return int(saved["records"]), int(saved["bytes"]), dict(saved["report"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return 0, 0, {}
 
     def restore(self, report: FillReport) -> None:
         """Set the counts of the conversations that are already in the file."""
@@ -604,17 +687,25 @@ class _PartialFile:
 
     def append(self, lines: Sequence[bytes], report: FillReport) -> None:
         """Append records, and then write what the file has."""
-        if self._writes:
-            with self.path.open("ab") as file:
-                file.writelines(line + b"\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
-                self.bytes = file.tell()
-            self.records += len(lines)
-            counts = {name: value for name, value in report.as_dict().items() if name != "test"}
-            value = {"settings": self._key, "records": self.records, "bytes": self.bytes, "report": counts}
-            with write_atomically(self.state) as file:
-                file.write(json.dumps(value).encode())
+        error = None
+        if self._scorer.writes:
+            try:
+                self._write(lines, report)
+            except OSError as failure:
+                error = failure
+        self._scorer.raise_on_all(error)
+
+    def _write(self, lines: Sequence[bytes], report: FillReport) -> None:
+        with self.path.open("ab") as file:
+            file.writelines(line + b"\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+            self.bytes = file.tell()
+        self.records += len(lines)
+        counts = {name: value for name, value in report.as_dict().items() if name != "test"}
+        value = {"settings": self._key, "records": self.records, "bytes": self.bytes, "report": counts}
+        with write_atomically(self.state) as file:
+            file.write(json.dumps(value).encode())
 
     def remove(self) -> None:
         """Remove both files."""

@@ -22,7 +22,7 @@ REASONS = (
     "text that the template writes (a tool call or reasoning): the sampled text is not recorded",
     "text in which U+FFFD replaces lost bytes",
     "text with other likely segmentations",
-    "ids that top_p or min_p keep are not among the most probable ids that were listed",
+    "ids that top_p, top_k or min_p keep are not among the most probable ids that were listed",
     "sampled ids that the recorded top_p, top_k or min_p exclude under this model",
     "tokens whose logprobs the server does not report: those of a temperature that is not 1",
 )
@@ -32,7 +32,6 @@ REASONS = (
 )
 EXCLUDED, NOT_REPORTED = 9, 10
 _FILLABLE = -1
-_LARGEST_TOP_K = 1 << 31
 _RENDERED_FIELDS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 
 
@@ -69,6 +68,7 @@ class GenerationTable:
         trace_of: Callable[[int], Trace],
         overrides: SamplingOverrides,
         policy_version: int | None,
+        vocabulary: int,
     ) -> "GenerationTable":
         """Read the sampling options of each generation.
 
@@ -77,6 +77,7 @@ class GenerationTable:
             trace_of: returns the trace of a row.
             overrides: what the user states.
             policy_version: the only version whose tokens are measured; None for all.
+            vocabulary: number of ids of the model; a `top_k` from it on has no effect.
         """
         generations: list[Generation | None] = [None] * int(sequences.cu_turns[-1])
         count = len(generations)
@@ -89,10 +90,13 @@ class GenerationTable:
                 generations[at] = generation
                 temperature[at] = _number(overrides.temperature, generation.temperature, math.nan)
                 top_p[at] = _number(overrides.top_p, generation.top_p, 1.0)
-                top_k[at] = int(min(max(_number(overrides.top_k, _option(generation, "top_k"), 0), 0), _LARGEST_TOP_K))
+                largest = max(_number(overrides.top_k, _option(generation, "top_k"), 0), 0)
+                top_k[at] = 0 if largest >= vocabulary else int(largest) if math.isfinite(largest) else -1
                 min_p[at] = _number(overrides.min_p, _option(generation, "min_p"), 0.0)
                 raw_is_sampled = temperature[at] == 1 and top_p[at] >= 1 and top_k[at] == 0 and min_p[at] == 0
                 reason[at] = _reason(generation, trace.pool, temperature[at], raw_is_sampled)
+                if reason[at] == _FILLABLE and not (top_p[at] > 0 and top_k[at] >= 0 and 0 <= min_p[at] <= 1):
+                    reason[at] = OTHER_OPTIONS
                 if policy_version is not None and generation.policy_version != policy_version:
                     reason[at] = OTHER_VERSION
         return cls(generations, temperature, Truncation(top_p, top_k, min_p), reason)
@@ -104,8 +108,12 @@ def _number(stated: float | None, recorded: float | None, default: float) -> flo
 
 
 def _option(generation: Generation, name: str) -> float | None:
+    """Return the value of an option; NaN if it is not a number that a sampler takes, None if it is not recorded."""
     value = generation.sampling.get(name)
-    return float(value) if isinstance(value, int | float) and -1e300 < value < 1e300 else None
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+    return float(value) if is_number else math.nan
 
 
 def has_raw_part(generation: Generation) -> bool:

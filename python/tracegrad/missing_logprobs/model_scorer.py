@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tracegrad._core import __version__
 from tracegrad.alignment.sequences import Sequences
+from tracegrad.errors import ArgumentError
 from tracegrad.missing_logprobs.predictions import Predictions
 from tracegrad.model.forward import read_states
 from tracegrad.model.lm_head import inverse_of, token_logprobs
@@ -50,7 +51,15 @@ class ModelScorer:
         self.writes = self.ranks.first
         self.engine, self.dtype = f"tracegrad {__version__}", "bfloat16" if is_bf16 else "float32"
         self.model: Any = load_model(Path(folder)).to(self.device).eval()
-        self._tokens_per_row = tokens_per_row
+        self._tokens_per_row, self._folder = tokens_per_row, folder
+
+    def share(self, value: Any) -> Any:
+        """Return the value of the first process."""
+        return self.ranks.broadcast(value)
+
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise an error of one process on all of them."""
+        self.ranks.raise_on_all(error)
 
     @torch.no_grad()
     def predict(
@@ -68,7 +77,14 @@ class ModelScorer:
         selected[tokens] = True
         scored = replace(sequences, trainable=selected, support=None, penalties=None)
         logprobs = np.full(sequences.tokens, np.nan, np.float32)
-        listed = min(listed, head_of(self.model).weight.shape[0]) if at is None else at.shape[1]
+        vocabulary = head_of(self.model).weight.shape[0]
+        if at is not None and at.max(initial=-1) >= vocabulary:
+            raise ArgumentError(
+                f"TG-FILL-012: {self._folder} has {vocabulary:,} ids, and the other checkpoint predicts id "
+                f"{int(at.max()):,}. Checkpoints with another vocabulary cannot be compared. Leave it out of "
+                "compare_with (--compare-with)."
+            )
+        listed = min(listed, vocabulary) if at is None else at.shape[1]
         place = np.cumsum(selected) - 1
         ids = np.full((len(tokens), listed), -1, np.int32)
         top = np.full((len(tokens), listed), -np.inf, np.float32)

@@ -75,6 +75,12 @@ class Truncation:
         """[M] bool: whether a token was sampled from a part of the vocabulary."""
         return (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
 
+    def options(self, row: int) -> dict[str, float]:
+        """Return the options of one token that have an effect, by name."""
+        values = {"top_p": float(self.top_p[row]), "top_k": int(self.top_k[row]), "min_p": float(self.min_p[row])}
+        neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {name: value for name, value in values.items() if value != neutral[name]}
+
     def take(self, rows: NDArray[np.integer]) -> "Truncation":
         """Return the truncation of some tokens."""
         return Truncation(self.top_p[rows], self.top_k[rows], self.min_p[rows])
@@ -97,7 +103,9 @@ def kept_counts(top_logprobs: NDArray[np.float32], truncation: Truncation) -> ND
     p = np.exp(top_logprobs.astype(np.float64))
     place, unknown = np.arange(listed)[None], listed + 1
     by_min_p = (p >= truncation.min_p[:, None] * p[:, :1]).sum(1)
-    by_min_p = np.where((truncation.min_p > 0) & (by_min_p < listed), by_min_p, unknown)
+    # No other id reaches min_p if all of them together do not.
+    ends = (by_min_p < listed) | (1 - p.sum(1) < truncation.min_p * p[:, 0])
+    by_min_p = np.where((truncation.min_p > 0) & ends, by_min_p, unknown)
     by_top_k = np.where((truncation.top_k > 0) & (truncation.top_k <= listed), truncation.top_k, unknown)
     limit = np.minimum(by_min_p, by_top_k)
     p = np.where(place < limit[:, None], p, 0)

@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.data.trace import Trace, Traces, parse_json
 from tracegrad.errors import FormatError
 
-KEY = "filled"
+KEY = "tracegrad_filled"
 """The key of a record that has what was filled."""
 _KEY_IN_RECORD = f'"{KEY}":'.encode()
 
@@ -25,6 +25,7 @@ class FilledCall:
         temperature: at which they were measured.
         kept: for each token the ids from which the sampler drew it, None for the whole vocabulary; None if there is no
             such token.
+        truncation: the top_p, top_k and min_p that were assumed, by name; without those that have no effect.
     """
 
     ids: Sequence[int]
@@ -32,16 +33,18 @@ class FilledCall:
     kind: str
     temperature: float
     kept: Sequence[Sequence[int] | None] | None = None
+    truncation: Mapping[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as the record has it, with null for NaN."""
         logprobs = [None if math.isnan(value) else value for value in self.logprobs]
         value = {"ids": list(self.ids), "logprobs": logprobs, "kind": self.kind, "temperature": self.temperature}
+        value |= self.truncation
         return value if self.kept is None else {**value, "kept": self.kept}
 
 
 def filled_record(trace: Trace, calls: Mapping[int, FilledCall], provenance: Mapping[str, Any]) -> bytes:
-    """Return the record of a trace as one line, with the key `filled`; without a call, the record as it is.
+    """Return the record of a trace as one line, with the key `tracegrad_filled`; without a call, the record as it is.
 
     Args:
         trace: the trace. Its record is copied byte for byte, except for line breaks between tokens.
@@ -53,7 +56,7 @@ def filled_record(trace: Trace, calls: Mapping[int, FilledCall], provenance: Map
 
     >>> trace = Trace.from_messages([{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}])
     >>> line = filled_record(trace, {0: FilledCall([7, 2], [-0.5, float("nan")], "processed", 1.0)}, {"model": "ab12"})
-    >>> json.loads(line)["filled"]["calls"][0]["logprobs"]
+    >>> json.loads(line)["tracegrad_filled"]["calls"][0]["logprobs"]
     [-0.5, None]
     """
     raw = one_line(trace.record)

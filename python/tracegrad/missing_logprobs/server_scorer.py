@@ -1,6 +1,7 @@
 """Read predictions at sampled tokens from a running vLLM, by its `prompt_logprobs`."""
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,18 @@ class ServerScorer:
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        self.writes, self.dtype = True, "of the server"
+        self.writes, self.dtype = int(os.environ.get("RANK", "0")) == 0, "of the server"
         self._url, self._model = url, model
         self.engine = asyncio.run(self._introduce())
+
+    def share(self, value: Any) -> Any:
+        """Return the value: each process does all the work."""
+        return value
+
+    def raise_on_all(self, error: Exception | None) -> None:
+        """Raise the error of this process."""
+        if error is not None:
+            raise error
 
     def predict(
         self, sequences: Sequences, tokens: NDArray[np.int64], listed: int, at: NDArray[np.int32] | None = None
@@ -48,7 +58,7 @@ class ServerScorer:
         if sequences.images is not None and len(sequences.images):
             raise ArgumentError(
                 "TG-FILL-006: the conversations have images, which are not sent to the server as ids. Leave out server "
-                "(--server), so that they are measured here."
+                "(--logprobs-from), so that they are measured here."
             )
         assert at is None
         listed = min(listed, LISTED)
@@ -62,10 +72,9 @@ class ServerScorer:
             start = int(sequences.cu_seqlens[number])
             jobs.append((rows, sequences.ids[start : int(tokens[rows[-1]]) + 1].tolist(), tokens[rows] - start))
         for (rows, prompt, places), answer in zip(
-            jobs, asyncio.run(self._ask([job[1] for job in jobs], listed)), strict=True
+            jobs, asyncio.run(self._ask([job[1:] for job in jobs], listed)), strict=True
         ):
-            for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-                ranked = _ranked(answer[place])
+            for row, place, ranked in zip(rows.tolist(), places.tolist(), answer, strict=True):
                 logprobs[row] = ranked.pop(prompt[place], np.nan) if listed == 0 else ranked.get(prompt[place], np.nan)
                 best = list(ranked.items())[:listed]
                 ids[row, : len(best)] = [id_ for id_, _ in best]
@@ -86,31 +95,36 @@ class ServerScorer:
         if not answer.ok or not isinstance(answer.body, dict):
             raise ServerError(
                 f"TG-FILL-007: {self._url}{path} answered {answer.error or answer.words}. It must be a vLLM server. "
-                "Check the URL (--server)."
+                "Check the URL (--logprobs-from)."
             )
         return answer.body
 
     def _servers(self, model: str) -> Servers:
         return Servers([self._url], model=model, connections=_REQUESTS)
 
-    async def _ask(self, prompts: Sequence[Sequence[int]], listed: int) -> list[Sequence[Mapping[str, Any] | None]]:
-        """Return the `prompt_logprobs` of each prompt."""
+    async def _ask(
+        self, jobs: Sequence[tuple[Sequence[int], NDArray[np.int64]]], listed: int
+    ) -> list[list[dict[int, float]]]:
+        """Return the `prompt_logprobs` of each prompt at its places."""
         limit = asyncio.Semaphore(_REQUESTS)
         async with self._servers(self._model or "") as servers:
 
-            async def one(number: int, prompt: Sequence[int]) -> Sequence[Mapping[str, Any] | None]:
+            async def one(number: int, prompt: Sequence[int], places: NDArray[np.int64]) -> list[dict[int, float]]:
                 body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": listed}
                 async with limit:
                     answer = await servers.post("/v1/completions", body, session=f"fill-{number}")
-                values = answer["choices"][0].get("prompt_logprobs")
-                if not isinstance(values, list) or len(values) != len(prompt):
+                try:
+                    values = answer["choices"][0]["prompt_logprobs"]
+                    if len(values) != len(prompt):
+                        raise ValueError(f"{len(values)} values")
+                    return [_ranked(values[place]) for place in places.tolist()]
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
                     raise ServerError(
-                        f"TG-FILL-008: {self._url} returned no prompt_logprobs for {len(prompt)} prompt tokens. "
-                        "It must be a vLLM server. Leave out server (--server) to measure here."
-                    )
-                return values
+                        f"TG-FILL-008: {self._url} returned no prompt_logprobs for each of {len(prompt)} tokens "
+                        f"({error!s:.80}). It must be a vLLM server. Leave out --logprobs-from to measure here."
+                    ) from error
 
-            return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+            return await asyncio.gather(*(one(number, *job) for number, job in enumerate(jobs)))
 
 
 def _ranked(entries: Mapping[str, Any] | None) -> dict[int, float]:

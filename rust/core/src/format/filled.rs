@@ -1,4 +1,4 @@
-//! The key `filled` of a record in any form: logprobs that were measured after the recording, with the sampler's
+//! The key `tracegrad_filled` of a record in any form: logprobs that were measured after the recording, with the sampler's
 //! checkpoint. Recorded logprobs are elsewhere in the record, and are never changed by it.
 
 use super::json::diagnose;
@@ -7,31 +7,34 @@ use super::rejection::{Decoded, Reason, Rejection, reject};
 use super::token_list::{Id, Reading};
 use crate::trace::{Extra, ExtraStart, Filled, Generation, LogprobKind};
 
+/// The key. Other records do not have it, so what is under it was written by `tracegrad fill`.
+const KEY: &str = "tracegrad_filled";
+
 /// What to do about a filled record that is contradictory.
-const FILL_AGAIN: &str = "Fill the record again, or remove its key `filled`";
+const FILL_AGAIN: &str = "Fill the record again, or remove its key `tracegrad_filled`";
 
 /// Sets `Generation::filled` of the generations, in the order of the calls.
 pub(super) fn read(record: &[u8], generations: &mut [Generation]) -> Decoded<()> {
-    if memchr::memmem::find(record, b"\"filled\"").is_none() {
+    if memchr::memmem::find(record, b"\"tracegrad_filled\"").is_none() {
         return Ok(());
     }
     let text = diagnose::text(record)?;
     let outline = Outline::parse(&text)?;
-    let Some(filled) = outline.object("filled")? else { return Ok(()) };
-    let calls = filled.list("calls").map_err(|rejection| rejection.inside("filled"))?.unwrap_or_default();
+    let Some(filled) = outline.object(KEY)? else { return Ok(()) };
+    let calls = filled.list("calls").map_err(|rejection| rejection.inside(KEY))?.unwrap_or_default();
     if calls.len() > generations.len() {
         let (count, expected) = (calls.len(), generations.len());
         return Err(reject(
             Reason::Contradiction,
             "TG-FORMAT-085",
-            format!("`filled.calls` has {count} items for {expected} generations"),
+            format!("`{KEY}.calls` has {count} items for {expected} generations"),
         )
         .why("It is ambiguous which generation each item belongs to")
         .fix(FILL_AGAIN));
     }
     for (turn, (raw, generation)) in calls.into_iter().zip(generations).enumerate() {
         if raw.get() != "null" {
-            let name = format!("filled.calls[{turn}]");
+            let name = format!("{KEY}.calls[{turn}]");
             let call = Outline::of(raw, &name).map_err(|rejection| rejection.in_turn(turn))?;
             let place = |rejection: Rejection| rejection.inside(&name).in_turn(turn);
             generation.filled = Some(Box::new(read_call(&call).map_err(place)?));
