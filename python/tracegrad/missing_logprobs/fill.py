@@ -194,13 +194,13 @@ def fill(
         ReadError, FormatError: as for `read`.
 
     >>> import tempfile
-    >>> model = "examples/quickstart/model"
-    >>> ids = {"role": "assistant", "content": "4", "token_ids": [22, 2], "logprobs": [None, None]}
-    >>> record = {"messages": [{"role": "user", "content": "2+2?"}, ids], "temperature": 1.0}
+    >>> from tracegrad import read, strip_logprobs
+    >>> texts = strip_logprobs(read("examples/quickstart/traces.jsonl.zst", limit=4))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report = fill([record], model, out=f"{folder}/filled.jsonl", accept_undecided=True)
-    >>> report.filled, report.test.verdict  # two tokens cannot show whether the model wrote them
-    (2, 'undecided')
+    ...     out = f"{folder}/filled.jsonl"
+    ...     report = fill(texts, "examples/quickstart/model", out=out, temperature=1.0, accept_undecided=True)
+    >>> report.filled, report.test.verdict  # so few tokens cannot show whether the model wrote them
+    (80, 'undecided')
     """
     overrides = SamplingOverrides(temperature, top_p, top_k, min_p)
     _check(overrides, max_text_uncertainty)
