@@ -235,7 +235,7 @@ def test_too_few_or_too_certain_tokens_are_undecided():
     for result in few, certain:
         assert result.verdict == "undecided"
         assert result.power < 0.1
-        assert f"{result.tokens:,} tokens" in result.reason
+        assert f"{result.tokens:,} such tokens" in result.reason
 
 
 def test_no_token_is_undecided():

@@ -85,7 +85,8 @@ def test_lists_that_are_just_long_enough():
         ((1.0, 3, 0.0), 3),
         ((1.0, 4, 0.0), -1),
         ((1.0, 0, 0.6), 2),  # of 0.4: 0.24
-        ((1.0, 0, 0.4), -1),  # 0.16 is below all listed ids, and perhaps below the next
+        ((1.0, 0, 0.4), 3),  # 0.16 is more than all others have together
+        ((1.0, 0, 0.2), -1),  # 0.08 is below all listed ids, and perhaps below the next
         ((1.0, 3, 0.4), 3),
         ((0.5, 2, 0.0), 1),  # of 0.7: 0.35
         ((0.6, 2, 0.0), 2),  # of 0.7: 0.42

@@ -198,9 +198,10 @@ def _combined(
 
 
 def _p_values(values: NDArray[np.float64], among: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return for each value the share of the values `among` that are at least as large."""
+    """Return for each value the share of the values `among` that are at least as large; at least that of one."""
     ordered = np.sort(among)
-    return 1 - np.searchsorted(ordered, values - 1e-9 * np.maximum(np.abs(values), 1)) / len(ordered)
+    above = len(ordered) - np.searchsorted(ordered, values - 1e-9 * np.maximum(np.abs(values), 1))
+    return np.maximum(above, 1) / len(ordered)
 
 
 class _Simulation:
@@ -300,6 +301,6 @@ class _Simulation:
         shares = []
         for temperature in (POWER_TEMPERATURE, 1 / POWER_TEMPERATURE):
             files = self.statistics(self.drawn(temperature, 200))
-            least = np.min([_p_values(files[name], null[name][1:]) / self.weights[name] for name in files], axis=0)
+            least = np.min([_p_values(files[name], null[name]) / self.weights[name] for name in files], axis=0)
             shares.append(float(np.mean(_p_values(-least, -null_least) <= FALSE_REFUSALS)))
         return min(shares)
