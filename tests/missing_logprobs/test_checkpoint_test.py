@@ -124,11 +124,11 @@ def test_few_files_of_the_checkpoint_are_refused():
     rng = np.random.default_rng(5)
     p_values = []
     for seed in range(300):
-        rows = rng.dirichlet([0.6] * 5, 12)
+        rows = rng.dirichlet([0.6] * 5, 8)
         rows = -np.sort(-rows, 1)
         places = [rng.choice(5, p=row) for row in rows]
-        previous = rng.integers(0, 2, 12)
-        other = np.log(rng.dirichlet([0.6] * 5, 12)[:, :4]).astype(np.float32)
+        previous = rng.integers(0, 2, 8)
+        other = np.log(rng.dirichlet([0.6] * 5, 8)[:, :4]).astype(np.float32)
         result = check_checkpoint(tokens_of(rows[:, :4], places, previous=previous), {"other": other}, seed=seed)
         assert (result.verdict == "refused") == (result.p_value <= 0.01)
         p_values.append(result.p_value)
