@@ -72,7 +72,7 @@ def test_the_scores_of_two_ids_are_counted_by_the_binomial(most_probable):
     assert result.p_values["pairs of ids"] == 1  # each variance is 0.21, which is too small to count
 
 
-ROWS = [(0.6, 0.3), (0.9, 0.0995), (0.5, 0.45), (0.8, 0.1), (0.6, 0.3), (0.5, 0.499)]
+ROWS = [(0.6, 0.3), (0.9, 0.02), (0.5, 0.45), (0.8, 0.1), (0.6, 0.3), (0.9, 0.0006)]
 OTHER = [(0.2, 0.7), (0.5, 0.3), (0.6, 0.35), (0.4, 0.5), (0.1, 0.8), (0.3, 0.6)]
 
 
@@ -124,11 +124,11 @@ def test_few_files_of_the_checkpoint_are_refused():
     rng = np.random.default_rng(5)
     p_values = []
     for seed in range(300):
-        rows = rng.dirichlet([0.6] * 5, 12)
+        rows = rng.dirichlet([0.6] * 5, 8)
         rows = -np.sort(-rows, 1)
         places = [rng.choice(5, p=row) for row in rows]
-        previous = rng.integers(0, 2, 12)
-        other = np.log(rng.dirichlet([0.6] * 5, 12)[:, :4]).astype(np.float32)
+        previous = rng.integers(0, 2, 8)
+        other = np.log(rng.dirichlet([0.6] * 5, 8)[:, :4]).astype(np.float32)
         result = check_checkpoint(tokens_of(rows[:, :4], places, previous=previous), {"other": other}, seed=seed)
         assert (result.verdict == "refused") == (result.p_value <= 0.01)
         p_values.append(result.p_value)
@@ -249,24 +249,34 @@ def test_no_token_is_undecided():
     assert (result.verdict, result.tokens, result.p_value, result.power, result.outside) == ("undecided", 0, 1, 0, 3)
 
 
-def test_the_power_is_the_share_of_refused_files_and_grows_with_the_tokens():
+@pytest.mark.parametrize("count", [20, 70])
+def test_the_power_is_the_probability_of_a_refusal(count):
+    # Of two ids the first has probability 0.7. All statistics depend on how often it is drawn, with the p-values
+    # P(>= n) of a weight of 0.4 and P(<= n) of 0.15; the most probable id has a smaller weight than 0.4.
+    def binomial(p):
+        return np.array([math.comb(count, n) * p**n * (1 - p) ** (count - n) for n in range(count + 1)])
+
+    chance = binomial(0.7)
+    least = np.minimum(chance[::-1].cumsum()[::-1] / 0.4, chance.cumsum() / 0.15)
+    size = np.array([chance[least <= limit * (1 + 1e-9)].sum() for limit in least])
+    assert np.abs(size - 0.01).min() > 0.0005  # so that the simulation refuses the same counts
+    powers = []
+    for temperature in (1.5, 1 / 1.5):
+        first, second = 0.7 ** (1 / temperature), 0.3 ** (1 / temperature)
+        powers.append(binomial(first / (first + second))[size <= 0.01].sum())
+    tokens = tokens_of([(0.7, 0.3)] * count, [0] * count)
+    measured = np.mean([check_checkpoint(tokens, seed=seed).power for seed in range(8)])
+    # Each is measured with 200 files.
+    assert measured == pytest.approx(min(powers), abs=4 * math.sqrt(min(powers) * (1 - min(powers)) / 1600) + 0.005)
+
+
+def test_the_power_grows_with_the_tokens():
     rng = np.random.default_rng(3)
     rows = many(rng, 640)
     powers = [check_checkpoint(tokens_of(rows[:count], draws(rng, rows[:count], 1.0))).power for count in (10, 60, 640)]
     assert powers == sorted(powers)
     assert powers[0] < 0.3
     assert powers[2] > 0.95
-    # 40 files at each wrong temperature: a share of them has a standard deviation of at most 0.08, the power 0.035.
-    shares = [
-        np.mean(
-            [
-                check_checkpoint(tokens_of(rows[:60], draws(rng, rows[:60], wrong))).verdict == "refused"
-                for _ in range(40)
-            ]
-        )
-        for wrong in (1.5, 1 / 1.5)
-    ]
-    assert min(shares) == pytest.approx(powers[1], abs=0.26)
 
 
 def test_the_result_depends_on_the_seed_alone():

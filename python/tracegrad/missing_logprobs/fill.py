@@ -652,7 +652,9 @@ def _from(parts: Any, skip: int) -> Any:
 
 
 class _PartialFile:
-    """The output of a run that may be interrupted: `OUT.partial`, and `OUT.partial.json` with what it has.
+    """The output of a run that may be interrupted: `OUT.partial`, and `OUT.partial-state` with what it has.
+
+    Neither name is that of an input, so that they may be in a folder of inputs.
 
     Args:
         out: the output.
@@ -661,7 +663,7 @@ class _PartialFile:
     """
 
     def __init__(self, out: Path, settings: Any, scorer: Scorer) -> None:
-        self.path, self.state = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial.json")
+        self.path, self.state = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.partial-state")
         self._key = blake2b(json.dumps(settings, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
         self._scorer = scorer
         self.records, self.bytes, self._counts = scorer.share(self._saved())
