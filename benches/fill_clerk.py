@@ -68,7 +68,7 @@ def main() -> None:
         "p_value": report.test.p_value,
         "filled": report.filled,
         "missing": report.tokens - report.recorded,
-        "largest_gap": float(np.nanmax(gap)),
+        "gap": {"p99.9": float(np.nanquantile(gap, 0.999)), "largest": float(np.nanmax(gap))},
         "runs": [],
     }
     for seed in range(options.seeds):
@@ -80,7 +80,7 @@ def main() -> None:
         result["runs"].append({"seed": seed, **success, "interval": interval})
         print(json.dumps(result["runs"][-1]), flush=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{report.filled:,} of {result['missing']:,} tokens filled, at most {result['largest_gap']:.2g} nats off")
+    print(f"{report.filled:,} of {result['missing']:,} tokens filled; gap in nats: {result['gap']}")
     print(table(result))
     if options.page:
         put_table(options.page, "fill-clerk", table(result).splitlines())
