@@ -157,7 +157,7 @@ def test_text_gets_logprobs_except_for_what_is_not_the_sampled_text(records, mod
     text = tg.align(tg.read(source), tokenizer, text_only=True)
     trace_of = np.repeat(text.trace, np.diff(text.cu_seqlens))
     by_reason = {RENDERED: 0, LOSSY: 0}
-    compared = 0
+    compared = calls = 0
     for row, trace in enumerate(tg.read(source)):
         for number, generation in enumerate(trace.generations):
             message = trace.pool[generation.message]
@@ -165,6 +165,7 @@ def test_text_gets_logprobs_except_for_what_is_not_the_sampled_text(records, mod
             name = RENDERED if message.get("tool_calls") else LOSSY if "\ufffd" in message["content"] else None
             if name:
                 by_reason[name] += len(tokens)
+                calls += name == RENDERED
                 assert np.isnan(after.rollout_logprobs[tokens]).all()
                 continue
             if np.isnan(after.rollout_logprobs[tokens]).any():
@@ -181,6 +182,8 @@ def test_text_gets_logprobs_except_for_what_is_not_the_sampled_text(records, mod
     assert compared > 200
     assert {name: report.unknown.get(name, 0) for name in by_reason} == by_reason
     assert by_reason[RENDERED] > 0
+    # The test of the checkpoint uses at most the first token of a call, and the beginnings of the texts.
+    assert report.filled < report.test.tokens <= report.filled + report.unknown[SEGMENTATION] + calls
     assert report.filled == np.isfinite(logprobs_of(after)).sum()
     assert report.filled + sum(report.unknown.values()) == report.tokens
     # Only texts without any other segmentation are measured with 0 nats, and all with no limit.
