@@ -82,7 +82,7 @@ def measure(folder: Path, traces: tg.Traces, repeats: int) -> dict:
     """Tokens per second of both, and of the command."""
     sequences = tg.align(traces, tg.Tokenizer.from_pretrained(folder), text_only=True)
     scorer = ModelScorer(folder, tokens_per_row=ROW)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     seconds: dict[str, list[float]] = {"fill": [], "transformers": []}
     for _ in range(repeats):
         for name, run in (

@@ -9,7 +9,7 @@ from generate_docs import with_verbs
 from tracegrad.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
-VERBS = ("init", "score", "train", "merge", "prepare", "doctor", "view", "online", "replay", "record", "proxy")
+VERBS = ("init", "score", "fill", "train", "merge", "prepare", "doctor", "view", "online", "replay", "record", "proxy")
 
 
 def help_of(arguments, capsys):

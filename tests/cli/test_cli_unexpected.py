@@ -18,6 +18,7 @@ from tracegrad.cli.args import Parser
 ARGUMENTS = {
     "init": ["t.jsonl"],
     "score": ["t.jsonl", "--out", "o.jsonl", "--reward", "mine.py:secret_reward"],
+    "fill": ["t.jsonl", "--model", "m", "--out", "o.jsonl"],
     "train": ["t.jsonl", "--model", "m", "--out", "o"],
     "merge": ["checkpoint", "--out", "o"],
     "prepare": ["t.jsonl", "--model", "m", "--out", "o"],

@@ -15,12 +15,12 @@ from tracegrad.errors import ArgumentError
 from tracegrad.online import OnlineConfig, RolloutConfig
 
 
-def test_the_core_has_at_most_fifty_fields_a_section_of_its_own_twelve_and_each_has_a_docstring():
+def test_the_core_has_at_most_fifty_fields_a_section_of_its_own_fifteen_and_each_has_a_docstring():
     """What is new goes into a section of its own, which does nothing where it is left out."""
     parts = {name: type(getattr(config.Config(), name)) for name in config.SECTIONS}
     assert sum(len(fields(part)) for name, part in parts.items() if name not in config.FEATURES) <= 50
     beside = {name: parts[name] for name in config.FEATURES} | {"online": OnlineConfig, "rollout": RolloutConfig}
-    assert max(len(fields(part)) for part in beside.values()) <= 12
+    assert max(len(fields(part)) for part in beside.values()) <= 15
     parts |= beside
     names = [(part, f.name) for part in parts.values() for f in fields(part)]
     undocumented = [name for part, name in names if not field_docs(part).get(name, "").endswith(".")]

@@ -62,6 +62,7 @@ def test_an_option_that_a_verb_does_not_have_is_refused_before_anything_is_read(
     arguments = {
         "init": ["none.jsonl"],
         "score": ["none.jsonl", "--out", "o", "--reward", "a.py:b"],
+        "fill": ["none.jsonl", "--model", "m", "--out", "o"],
         "merge": ["none", "--out", "o"],
         "prepare": ["none.jsonl", "--model", "m", "--out", "o"],
         "doctor": ["none.jsonl", "--model", "m"],

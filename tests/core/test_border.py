@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "quickstart" / "model"
 # Functions that only hand out what is held already: nothing in them can fail.
 PLAIN = {
-    *("sampling_options", "sampling_option_is_off"),
+    *("sampling_options", "sampling_option_is_off", "aligned_count"),
     *("__len__", "__deepcopy__", "__reduce__", "take", "concatenate", "format", "id", "location", "group", "reward"),
     *(
         "rewards",

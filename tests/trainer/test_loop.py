@@ -410,7 +410,7 @@ def test_no_logprob_at_all_is_refused_and_a_missing_one_is_counted(traces, tmp_p
     some = traces.rollout_logprobs.copy()
     some[traces.terms[::10]] = np.nan
     holes = replace(traces, rollout_logprobs=some)
-    assert "have no recorded logprob" in TrainingData.of(holes, presets.DAPO, told()).notes[0]
+    assert "56 of 554 trained tokens have no logprob" in TrainingData.of(holes, presets.DAPO, told()).notes[0]
     done, _ = run(holes, tmp_path)
     assert done.rows[1]["rollout_logprob_coverage"] == pytest.approx(0.9, abs=0.02)
     assert done.rows[1]["correction/kept"] == pytest.approx(0.9 * done.rows[1]["tokens_trained"], rel=0.02)

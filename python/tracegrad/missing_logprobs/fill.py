@@ -35,7 +35,7 @@ from tracegrad.missing_logprobs.predictions import (
 )
 from tracegrad.missing_logprobs.records import FilledCall, filled_record, one_line, without_filled
 from tracegrad.missing_logprobs.segmentation import Vocabulary, other_segmentations
-from tracegrad.storage.files import write_atomically
+from tracegrad.storage import files
 
 TEST_TOKENS = 4096
 """Tokens that the test of the checkpoint uses, from conversations that are drawn over all inputs."""
@@ -668,7 +668,7 @@ class _PartialFile:
         self._scorer = scorer
         self.records, self.bytes, self._counts = scorer.share(self._saved())
         if scorer.writes:
-            with self.path.open("ab") as file:
+            with files.append(self.path) as file:
                 file.truncate(self.bytes)
 
     def _saved(self) -> tuple[int, int, dict[str, Any]]:
@@ -693,12 +693,12 @@ class _PartialFile:
         if self._scorer.writes:
             try:
                 self._write(lines, report)
-            except OSError as failure:
+            except (OSError, TracegradError) as failure:
                 error = failure
         self._scorer.raise_on_all(error)
 
     def _write(self, lines: Sequence[bytes], report: FillReport) -> None:
-        with self.path.open("ab") as file:
+        with files.append(self.path) as file:
             file.writelines(line + b"\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
@@ -706,7 +706,7 @@ class _PartialFile:
         self.records += len(lines)
         counts = {name: value for name, value in report.as_dict().items() if name != "test"}
         value = {"settings": self._key, "records": self.records, "bytes": self.bytes, "report": counts}
-        with write_atomically(self.state) as file:
+        with files.write_atomically(self.state) as file:
             file.write(json.dumps(value).encode())
 
     def remove(self) -> None:
