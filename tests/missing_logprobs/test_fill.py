@@ -547,3 +547,54 @@ def test_two_processes_write_the_same_file(records, model, tmp_path):
     assert report["filled"] == report["tokens"] == sum(len(entries_of(record)) for record in records[:4])
     assert report["test"]["comparisons"] == {str(model): pytest.approx(0, abs=1e-3)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "one.jsonl", "two.jsonl"]
+
+
+def test_copies_of_a_conversation_are_no_further_evidence(records, model, tmp_path):
+    once = write_records(tmp_path / "once.jsonl", map(without_logprobs, records[:6]))
+    copies = write_records(tmp_path / "copies.jsonl", map(without_logprobs, records[:6] * 3))
+    reports = [fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True) for source in (once, copies)]
+    assert reports[1].test.tokens == reports[0].test.tokens == reports[0].tokens > 0
+    assert reports[1].filled == 3 * reports[0].filled
+
+
+def test_the_test_uses_a_bounded_number_of_tokens(records, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(fill_module, "TEST_TOKENS", 50)
+    source = write_records(tmp_path / "in.jsonl", map(without_logprobs, records[:8]))
+    report = fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True)
+    assert report.test.tokens == 50 < report.filled == report.tokens
+
+
+@pytest.mark.parametrize("option", [{"top_k": True}, {"top_k": "many"}, {"min_p": 5}, {"min_p": "0.1"}])
+def test_options_that_no_sampler_takes_leave_tokens_without_a_logprob(records, model, tmp_path, option):
+    bare = [{**without_logprobs(record), **option} for record in records[:2]]
+    for record in bare:
+        for call in record.get("calls", []):
+            call["request"] |= option
+    source = write_records(tmp_path / "in.jsonl", bare)
+    report = fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True)
+    assert (report.filled, set(report.unknown)) == (0, {OPTIONS})
+
+
+def test_a_partial_file_that_is_shorter_than_its_state_starts_anew(records, model, tmp_path, monkeypatch):
+    source = write_records(tmp_path / "in.jsonl", map(without_logprobs, records[:8]))
+    out = tmp_path / "out.jsonl"
+    interrupted(monkeypatch, source, model, out)
+    os.truncate(tmp_path / "out.jsonl.partial", 5)
+    report = fill(source, model, out=out, accept_undecided=True)
+    assert report.filled == report.tokens
+    assert len(tg.read(out)) == 8
+
+
+def test_sources_models_and_comparisons_that_cannot_be_used(records, model, tmp_path):
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ArgumentError, match="TG-FILL-009"):
+        fill(iter(records[:1]), model, out=out)
+    with pytest.raises(ArgumentError, match="TG-FILL-011"):
+        fill(records[:1], model, out=out, compare_with=[model] * 33)
+    without_weights = tmp_path / "model"
+    without_weights.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (without_weights / name).write_bytes((model / name).read_bytes())
+    with pytest.raises(ArgumentError, match="TG-FILL-010"):
+        fill(records[:1], without_weights, out=out)
+    assert not out.exists()

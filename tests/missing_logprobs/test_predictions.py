@@ -108,13 +108,3 @@ def test_another_checkpoint_is_compared_over_the_same_ids():
     predictions = Predictions(np.zeros(2, np.float32), ids, top, np.array([5, 5], np.int32))
     over = over_listed(predictions, np.array([2, -1]))
     assert np.exp(over.top_logprobs) == pytest.approx(np.array([[0.4, 0.6, 0.0], [0.2, 0.3, 0.1]]), abs=1e-6)
-
-
-def test_parts_are_joined_with_lists_of_one_length():
-    first = Predictions(*(np.zeros(shape, np.float32) for shape in ((1,), (1, 1), (1, 1), (1,))))
-    second = Predictions(np.ones(2), np.ones((2, 3), int), np.ones((2, 3)), np.array([1, 8]))
-    both = Predictions.concatenate([first, second])
-    assert both.ids.tolist() == [[0, -1, -1], [1, 1, 1], [1, 1, 1]]
-    assert both.top_logprobs.tolist() == [[0, -np.inf, -np.inf], [1, 1, 1], [1, 1, 1]]
-    assert both.places().tolist() == [0, 0, 3]
-    assert len(both.take(np.array([2]))) == 1

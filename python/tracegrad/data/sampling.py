@@ -136,7 +136,7 @@ def model_defaults(folder: Path) -> dict[str, Any]:
     config = config if isinstance(config, dict) else {}
     defaults = {name: config[name] for name in ("temperature", *NEUTRAL) if config.get(name) is not None}
     return {
-        name: value for name, value in defaults.items() if (name == "temperature" and value != 1) or _is_on(name, value)
+        name: value for name, value in defaults.items() if (name == "temperature" and value != 1) or is_on(name, value)
     }
 
 
@@ -263,7 +263,7 @@ def _has_strict_tool(request: Mapping[str, Any], _: str) -> bool:
     return has_strict and request.get("tool_choice") != "none"
 
 
-def _is_on(name: str, value: Any) -> bool:
+def is_on(name: str, value: Any) -> bool:
     """Return whether an option of the core's table changes the distribution at a value."""
     return name in CANONICAL_NAMES and not _core.sampling_option_is_off(
         CANONICAL_NAMES[name], json.dumps(value, default=str)
@@ -271,7 +271,7 @@ def _is_on(name: str, value: Any) -> bool:
 
 
 def _is_active(name: str) -> Callable[[Mapping[str, Any], str], bool]:
-    return lambda request, _: _is_on(name, request[name])
+    return lambda request, _: is_on(name, request[name])
 
 
 def _is_set(name: str) -> Callable[[Mapping[str, Any], str], bool]:

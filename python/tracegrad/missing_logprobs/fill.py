@@ -204,6 +204,11 @@ def fill(
     """
     overrides = SamplingOverrides(temperature, top_p, top_k, min_p)
     _check(overrides, max_text_uncertainty)
+    if compare_with is not None and len(compare_with) > _MOST_COMPARED:
+        raise ArgumentError(
+            f"TG-FILL-011: compare_with has {len(compare_with)} checkpoints. So many dilute the test, because one of "
+            f"them may fit better by chance. Name at most {_MOST_COMPARED}."
+        )
     if isinstance(source, Iterator):
         raise ArgumentError(
             f"TG-FILL-009: source is {type(source).__name__}, which can be read once. The inputs are read twice, for "
@@ -312,7 +317,7 @@ def weights_hash(folder: Path) -> str:
             "model with save_pretrained, and pass this folder."
         )
     base = _base_of(folder)
-    return _hash_of(folder, ("*.safetensors",)) if base is None else _hash_of(folder, ("*.safetensors",), base)
+    return _hash_of(folder, ("*.safetensors",), *([] if base is None else [base]))
 
 
 def _base_of(folder: Path) -> Path | None:
@@ -439,11 +444,10 @@ class _Measurement:
         kept = np.full(len(tokens), -1, np.int64)
         kept[rows] = kept_counts(whole.top_logprobs[rows], truncation.take(rows))
         reason[active & (kept < 0) & (reason < 0)] = reasons.NOT_LISTED
-        width = np.where(active, np.maximum(kept, 0), whole.ids.shape[1] + 1)
-        over = over_kept(whole, np.minimum(width, whole.ids.shape[1]))
-        known = rows[kept[rows] >= 0]
+        known = np.flatnonzero(kept >= 0)
+        over = over_kept(whole.take(known), kept[known])
         logprobs, top, ids = whole.logprobs.copy(), whole.top_logprobs.copy(), whole.ids.copy()
-        logprobs[known], top[known], ids[known] = over.logprobs[known], over.top_logprobs[known], over.ids[known]
+        logprobs[known], top[known], ids[known] = over.logprobs, over.top_logprobs, over.ids
         reason[known[np.isnan(logprobs[known]) & (reason[known] < 0)]] = reasons.EXCLUDED
         logprobs[reason >= 0] = np.nan
         return _Result(replace(whole, logprobs=logprobs, top_logprobs=top, ids=ids), whole, kept, reason)
@@ -622,11 +626,6 @@ def _test(
         result.over_kept.take(known), sequences.ids[np.maximum(tokens - 1, 0)], recorded.astype(np.float32), outside
     )
     others = {}
-    if len(compare_with) > _MOST_COMPARED:
-        raise ArgumentError(
-            f"TG-FILL-011: compare_with has {len(compare_with)} checkpoints. So many dilute the test, because one of "
-            f"them may fit better by chance. Name at most {_MOST_COMPARED}."
-        )
     for folder in compare_with:
         other = _scorer(Path(folder), None, placing)
         at = sampled.predictions.ids

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.alignment.sequences import Sequences
-from tracegrad.data.sampling import MIN_TEMPERATURE, NEUTRAL_VALUES, REPLAYED
+from tracegrad.data.sampling import MIN_TEMPERATURE, REPLAYED, is_on
 from tracegrad.data.trace import Generation, Trace
 from tracegrad.missing_logprobs.predictions import Truncation
 
@@ -127,7 +127,7 @@ def _reason(generation: Generation, pool: Sequence[Mapping[str, Any]], temperatu
         return UNKNOWN_TEMPERATURE
     if temperature < MIN_TEMPERATURE:
         return GREEDY
-    if any(is_active(name, value) for name, value in generation.sampling.items() if name not in REPLAYED):
+    if any(is_on(name, value) for name, value in generation.sampling.items() if name not in REPLAYED):
         return OTHER_OPTIONS
     if has_raw_part(generation) and not raw_is_sampled:
         return RAW_PART
@@ -139,14 +139,3 @@ def _reason(generation: Generation, pool: Sequence[Mapping[str, Any]], temperatu
     return (
         LOSSY if "\ufffd" in str(message.get("content") if generation.text is None else generation.text) else _FILLABLE
     )
-
-
-def is_active(name: str, value: Any) -> bool:
-    """Return whether a sampling option changes the distribution.
-
-    >>> is_active("repetition_penalty", 1.0), is_active("repetition_penalty", 1.1), is_active("logit_bias", {})
-    (False, True, False)
-    """
-    if name in NEUTRAL_VALUES:
-        return value is not None and value not in NEUTRAL_VALUES[name]
-    return bool(value) and value is not None

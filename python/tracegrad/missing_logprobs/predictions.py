@@ -1,6 +1,5 @@
 """Predictions of a model at sampled tokens: the token's logprob, and the most probable ids with theirs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,21 +38,6 @@ class Predictions:
     def take(self, rows: NDArray[np.integer] | NDArray[np.bool_]) -> "Predictions":
         """Return the predictions of some tokens."""
         return Predictions(*(getattr(self, name)[rows] for name in ("logprobs", "ids", "top_logprobs", "sampled")))
-
-    @classmethod
-    def concatenate(cls, parts: Sequence["Predictions"]) -> "Predictions":
-        """Return the predictions of several parts, with lists as long as the longest."""
-        width = max(part.ids.shape[1] for part in parts)
-
-        def widened(array: NDArray, fill: float) -> NDArray:
-            return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=fill)
-
-        return cls(
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([widened(part.ids, -1) for part in parts]),
-            np.concatenate([widened(part.top_logprobs, -np.inf) for part in parts]),
-            np.concatenate([part.sampled for part in parts]),
-        )
 
 
 @dataclass(frozen=True)
