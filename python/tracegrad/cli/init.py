@@ -48,13 +48,13 @@ def _init(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         raise ArgumentError(
             f"TG-CLI-008: {options.out} exists and would be overwritten. Give another --out, or remove the file."
         )
-    candidates = infer_fields.infer(options.traces, run_config.map)
+    candidates = infer_fields.infer(options.traces, run_config.map, (*infer_fields.FIELDS, "logprobs", "token_ids"))
     best = {candidate.field: candidate for candidate in reversed(candidates.guesses)}
     field_map = run_config.map.paths()
     for name, candidate in best.items():
         field_map.setdefault(name, candidate.path)
-        if candidate.order and field_map[name] == candidate.path:
-            field_map.setdefault("order", candidate.order)
+        if field_map[name] == candidate.path:
+            field_map = {**dict(candidate.also), **field_map}
     stream = data.stream(options.traces, map=config.FieldMap(**field_map), on_error="skip", limit=SAMPLE)
     traces = data.concatenate(stream)
     logprobs = any(turn.logprobs is not None for trace in traces for turn in trace.generations)
@@ -106,7 +106,7 @@ def _text(
     lines += ["[data]"]
     if not logprobs:
         lines += [
-            "# None of the first traces has logprobs, so no importance ratio can be computed.",
+            "# No logprobs were read in the first traces, so no importance ratio can be computed.",
             "text_only = true",
         ]
     else:

@@ -42,6 +42,16 @@ class FieldMap:
     """Path of an object of sampling options: temperature, top_p, top_k, min_p, penalties, logit_bias."""
     version: str = ""
     """Path of the policy version: an integer, or text such as v7."""
+    token_ids: str = ""
+    """Path of the ids of the sampled tokens: a list, or one list per sampled turn (messages.*.meta.ids, with * for each
+    item of a list)."""
+    logprobs: str = ""
+    """Path of the logprobs of the sampled tokens, in nats: one number per id of map.token_ids, in the same shape."""
+    prompt_token_ids: str = ""
+    """Path of the ids of the prompt, for records of ids without messages, or one list per sampled turn."""
+    loss_mask: str = ""
+    """Path of a mask with one entry per id of map.token_ids: 1 for a sampled token, 0 for a token of the prompt or of a
+    tool."""
 
     def __post_init__(self) -> None:
         for name, path in self.paths().items():
@@ -54,6 +64,11 @@ class FieldMap:
             raise ArgumentError(
                 "TG-CONFIG-009: map.order is set without map.session. It orders the calls of a session. Set both, "
                 "or leave map.order out."
+            )
+        if self.loss_mask and not self.token_ids:
+            raise ArgumentError(
+                "TG-CONFIG-011: map.loss_mask is set without map.token_ids. It marks which of these ids were sampled. "
+                "Set both, or leave map.loss_mask out."
             )
 
     def paths(self) -> dict[str, str]:

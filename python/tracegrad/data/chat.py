@@ -52,6 +52,18 @@ def role(message: Any) -> Any:
     return as_mapping(message).get("role")
 
 
+def was_sampled(message: Any) -> bool:
+    """Return whether the core reads a message as sampled: it is the assistant's, and not marked as context."""
+    if role(message) != "assistant":
+        return False
+    return message.get("sampled") is not False and message.get("trainable") is not False and message.get("weight") != 0
+
+
+def is_messages(value: Any) -> bool:
+    """Return whether a value is a list of messages that is not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(role(each), str) for each in value)
+
+
 def has_answer(messages: Any) -> bool:
     """Return whether a list of messages contains an assistant message."""
     return isinstance(messages, list) and any(role(each) == "assistant" for each in messages)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.config import FieldMap, join_list, nearest
-from tracegrad.data import chat, json_path
+from tracegrad.data import chat, json_path, token_fields
 from tracegrad.data.codes import LOGPROB_KINDS
 from tracegrad.data.sources import JsonOrRefusal
-from tracegrad.data.trace import Trace, parse_json
+from tracegrad.data.trace import Trace, parse_json, to_json
 from tracegrad.errors import ArgumentError
 
 __all__ = [
@@ -69,6 +69,11 @@ class Mapper:
         paths = {name: path for name, path in self.field_map.paths().items() if name not in ("session", "order")}
         return {name: path for name, path in paths.items() if (name, path) != ("group", "prompt")}
 
+    def _token_paths(self) -> dict[str, str]:
+        """Return the mapped paths whose values belong to turns. A temperature does if its path has a `*`."""
+        paths = {name: path for name, path in self._paths().items() if name in token_fields.NAMES}
+        return {name: path for name, path in paths.items() if name != "temperature" or "*" in path.split(".")}
+
     def header(self, record: Any) -> dict[str, Any]:
         """Return the fields of a trace at the mapped paths of a record.
 
@@ -78,8 +83,9 @@ class Mapper:
         self.records += 1
         self._look(record)
         fields: dict[str, Any] = {}
+        token_paths = self._token_paths()
         for name, path in self._paths().items():
-            if (value := chat.get_path(record, path)) is None:
+            if name in token_paths or (value := chat.get_path(record, path)) is None:
                 continue
             self.kind_counts.setdefault(name, Counter())[json_path.describe_type(value)] += 1
             if name == "sampling":
@@ -87,6 +93,34 @@ class Mapper:
             else:
                 fields |= self._reward(value, path) if name == "reward" else _field(name, value, path)
         return fields
+
+    def put_tokens(
+        self, raw: bytes, record: dict[str, Any], original: Any = None, index: int = 0, count: int = 1
+    ) -> tuple[bytes, dict[str, Any]]:
+        """Return the JSON of a record and the record, with mapped ids, logprobs and masks where the core reads them.
+
+        Args:
+            raw: JSON of the record.
+            record: the record, with the fields of the original one that it does not have itself.
+            original: the record of the file.
+            index, count: number of the record among those that were converted from the original one.
+
+        Raises:
+            BadValueError: if a value cannot be assigned to one sampled turn.
+        """
+        paths = self._token_paths()
+        values = token_fields.values_of(record, original, paths, index, count) if paths else {}
+        if not values:
+            return raw, record
+        for name, value in values.items():
+            self.kind_counts.setdefault(name, Counter())[json_path.describe_type(value)] += 1
+        try:
+            fields, is_complete = token_fields.placed(record, values)
+        except token_fields.UncertainError as error:
+            name, problem = error.args
+            fix = "Name the field of this turn, or a list with one entry per turn (docs/reference/inputs.md)"
+            raise BadValueError((f"{paths[name]}: {problem}", f"map.{name} would be assigned by guess", fix)) from error
+        return (to_json(fields, 1), fields) if is_complete else (append_fields(raw, fields), {**record, **fields})
 
     def _look(self, record: Any) -> None:
         """Store the paths of a record, and count the session key if it has one."""

@@ -17,6 +17,7 @@ from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path, sources
 from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
 from tracegrad.data.formats import adapt, is_chunk, is_failed, is_reward_row, only_roots
+from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns, temperatures_of_turns
 from tracegrad.data.sessions import calls_of, parse_time, prefix_hashes
 from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
@@ -154,7 +155,8 @@ def _by_prompt(records: Sequence[Any]) -> list[tuple[Any, int]]:
 
 RECORDS, BYTES = 2000, 1 << 26
 FIELDS = ("reward", "group", "session")
-_TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
+_ALTERNATIVES = {"sampling": "temperature", "logprobs": "token_ids"}
+"""Fields that are suggested in place of another one if nothing is found for that."""
 SHOWN, MOST_WORDS = 3, 8
 MOST_CALLS = 64  # Average calls of a conversation. Above that, a key probably names a run.
 _GROUP = re.compile(
@@ -206,7 +208,7 @@ class Candidate:
         path: suggested value of the field.
         evidence: the evidence, in words.
         rank: higher is better.
-        order: for a session, the path that orders its calls.
+        also: other fields and their paths, which belong to it: the order of a session, the ids of logprobs.
         partial: whether some records lack the value, or are the only one of their group. Groups of one trace are then
             expected.
         mostly_alone: whether these are more than half of the records.
@@ -216,13 +218,13 @@ class Candidate:
     path: str
     evidence: str
     rank: float
-    order: str | None = None
+    also: tuple[tuple[str, str], ...] = ()
     partial: bool = False
     mostly_alone: bool = False
 
     def flags(self) -> list[str]:
         """Return the guess as command-line arguments."""
-        return [f"--map.{self.field}", self.path, *(["--map.order", self.order] if self.order else [])]
+        return [part for name, path in ((self.field, self.path), *self.also) for part in (f"--map.{name}", path)]
 
     def line(self) -> str:
         """Return the guess as a line for a terminal, with the flags to use."""
@@ -259,13 +261,14 @@ class Candidates:
 
         A session is included only if calls continue others, and a guess with `mostly_alone` set is left out.
         """
-        names = [*names, *(["temperature"] if "sampling" in names and not self.of("sampling") else [])]
+        names = [*names, *(_ALTERNATIVES[name] for name in names if name in _ALTERNATIVES and not self.of(name))]
+        names = list(dict.fromkeys(names))
         best = [self.of(name)[0] for name in names if self.of(name) and (name != "session" or self.joined)]
         return [each for each in best if not each.mostly_alone]
 
     def lines(self, names: Sequence[str] = FIELDS) -> list[str]:
         """Return the best `SHOWN` guesses of each field as lines for a terminal."""
-        names = [*names, *(["temperature"] if "sampling" in names else [])]
+        names = list(dict.fromkeys([*names, *(_ALTERNATIVES[name] for name in names if name in _ALTERNATIVES)]))
         lines = [each.line() for name in names for each in self.of(name)[:SHOWN]]
         if "reward" in names and not self.of("reward"):
             lines += self.labels[:SHOWN]
@@ -293,6 +296,7 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     linked: dict[str, set[str]] = {}
     calls = CallStatistics("group" in names, "session" in names or bool(field_map.session))
     call_records = other_records = graded_records = 0
+    tokens, wants_tokens = TokenColumns(), "logprobs" in names or "token_ids" in names
     for record, roots in _first(source):
         converted = _converted(record, roots)
         is_graded = is_reward_row(record)
@@ -305,6 +309,8 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
             continue
         call_records += len(converted)
         calls.add(record, converted)
+        if wants_tokens:
+            tokens.add(record, {**converted[0], **(record if isinstance(record, dict) else {})})
         for times, place, part in _parts(record, converted):
             _count(columns, part, times, names, place)
         if call_records >= RECORDS:
@@ -327,7 +333,10 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
         *other_rewards,
     ]
     candidates += _temperatures(columns, call_records) if "sampling" in names else []
-    fields = {*names, *(["temperature"] if "sampling" in names else [])}
+    for lists in tokens.find(field_map, names):
+        (name, path), *also = lists.paths.items()
+        candidates.append(Candidate(name, path, lists.evidence, lists.records / tokens.records, tuple(also)))
+    fields = {*names, *(_ALTERNATIVES[name] for name in names if name in _ALTERNATIVES)}
     guesses = sorted((each for each in candidates if each.field in fields), key=lambda each: -each.rank)
     return Candidates(
         call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in names else ()
@@ -342,6 +351,9 @@ def _count(
     for path, value in itertools.islice(json_path.leaves(fields), json_path.MAX_LEAVES):
         if value is not None and ("reward" in wanted or _may_be_wanted(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times, place)
+    if "sampling" in wanted:
+        for path, value in dict(temperatures_of_turns(part)).items():
+            columns.setdefault(path, _Column()).add(value, times)
     for key, value in fields.items():
         numbers = [json_path.number(each) for each in value.values()] if isinstance(value, dict) else []
         if numbers and None not in numbers and json_path.REWARD.search(key):  # All of its values may be rewards.
@@ -414,7 +426,7 @@ def _may_be_wanted(path: str, wanted: Sequence[str]) -> bool:
     """Return whether the last key of a path may name a group, a session, an order or a temperature in `wanted`."""
     last = path.rpartition(".")[2]
     is_session_or_order = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
-    is_temperature = "sampling" in wanted and _TEMPERATURE.search(last)
+    is_temperature = "sampling" in wanted and TEMPERATURE.search(last)
     return bool(is_session_or_order or is_temperature or ("group" in wanted and _GROUP.search(last)))
 
 
@@ -568,12 +580,13 @@ def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate
     """Yield guesses for columns named temperature. Their parent object usually has the other sampling options too."""
     for path, column in columns.items():
         parent, _, last = path.rpartition(".")
-        if path.endswith("\0") or not _TEMPERATURE.search(last) or column.numbers < column.count or column.low < 0:
+        if path.endswith("\0") or not TEMPERATURE.search(last) or column.numbers < column.count or column.low < 0:
             continue
         evidence = (
             f'{column.count:,} of {count:,} records have a temperature "{path}" ({column.low:g} to {column.high:g})'
         )
-        field_and_path = ("sampling", parent) if last == "temperature" and parent else ("temperature", path)
+        is_option = last == "temperature" and parent and "*" not in path
+        field_and_path = ("sampling", parent) if is_option else ("temperature", path)
         yield Candidate(*field_and_path, evidence, column.count / count - 0.1 * path.count("."))
 
 
@@ -597,12 +610,12 @@ def _sessions(columns: dict[str, _Column], count: int, calls: CallStatistics) ->
         yield Candidate("session", path, evidence, (2 if has_session_name else 1.2) * column.count / count, order)
 
 
-def _order_of(columns: dict[str, _Column]) -> str:
-    """Return the first path whose values are mostly distinct numbers or times, "" if there is none."""
+def _order_of(columns: dict[str, _Column]) -> tuple[tuple[str, str], ...]:
+    """Return ("order", path) of the first path whose values are mostly distinct numbers or times, if there is one."""
     for path, column in columns.items():
         last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
         if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
             continue
         if all(json_path.number(value) is not None or parse_time(value) is not None for value in sample):
-            return path
-    return ""
+            return (("order", path),)
+    return ()

@@ -61,6 +61,37 @@ def get(record: Any, path: str) -> Any:
     raise Missing
 
 
+def collect(record: Any, path: str) -> Any:
+    """Return the value at a path as `get` does. A key `*` stands for each item of a list: the values form a list.
+
+    An item without the rest of the path has None there.
+
+    Raises:
+        Missing: if the path does not exist, its value is null, or no item of a list has the rest of the path.
+
+    >>> collect({"turns": [{"role": "user"}, {"lp": [-0.5]}]}, "turns.*.lp")
+    [None, [-0.5]]
+    """
+    keys = path.split(".")
+    if "*" not in keys:
+        return parse_json_string(get(record, path))
+    star = keys.index("*")
+    items = parse_json_string(get(record, ".".join(keys[:star])))
+    if not isinstance(items, list):
+        raise Missing
+    values = [_collected(item, ".".join(keys[star + 1 :])) for item in items]
+    if all(value is None for value in values):
+        raise Missing
+    return values
+
+
+def _collected(record: Any, path: str) -> Any:
+    try:
+        return collect(record, path)
+    except Missing:
+        return None
+
+
 def natural_sort_key(name: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return a sort key for natural order: the parts of a name without digits, then the numbers between them.
 

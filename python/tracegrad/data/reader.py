@@ -486,10 +486,12 @@ class InputStream(Iterator[Traces]):
         if not converted and session:
             return self._mapped(number, line, raw, raw, record, silent=True)
         rows, origin = [], raw
-        for place, text, item in converted:
+        for index, (place, text, item) in enumerate(converted):
             # A failed call is refused at its own line; its values do not apply to its conversation.
-            is_failed = formats.is_failed(item)
-            rows += [(place, origin, text)] if is_failed else self._mapped(number, place, origin, text, item, record)
+            if formats.is_failed(item):
+                rows.append((place, origin, text))
+            else:
+                rows += self._mapped(number, place, origin, text, item, record, answer=(index, len(converted)))
             # Count and keep the original bytes once. A quarantine needs them for each bad record.
             origin = raw if self._options.on_error == "quarantine" else b""
         return rows
@@ -503,13 +505,19 @@ class InputStream(Iterator[Traces]):
         record: Any,
         original: Any = None,
         silent: bool = False,
+        answer: tuple[int, int] = (0, 1),
     ) -> list[Row]:
-        """Add the mapped values to a record. `original` is used for values that `record` lacks."""
+        """Add the mapped values to a record. `original` is used for values that `record` lacks.
+
+        `answer` is the index and number of the records that were converted from `original`.
+        """
         if not isinstance(record, dict):
             return [(line, origin, raw)]
         merged = {**original, **record} if isinstance(original, dict) else record
         try:
             header = self._mapper.header(merged)
+            if not silent:
+                raw, merged = self._mapper.put_tokens(raw, merged, original, *answer)
             if not self._field_map.session:
                 return [(line, origin, append_fields(raw, header))]
             if self._sessions is None:

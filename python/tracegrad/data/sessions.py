@@ -59,6 +59,7 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     if isinstance(messages, list) and messages and chat.role(messages[-1]) == "assistant":
         tools = {"tools": record["tools"]} if record.get("tools") else {}
         request = {"messages": messages[:-1], **tools}
+        sampling |= chat.pick(messages[-1].get("generation"), _SAMPLING)
         return [{**chat.PARTIAL, **sampling, "request": request, "response": _response_of(messages[-1])}]
     return None
 

@@ -1,6 +1,7 @@
 """Logprob checks: missing, filled with zeros, from another distribution, contradicted by top_logprobs or by a sum."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.data.codes import LOGPROB_KINDS, TEXT_TRAINS
+from tracegrad.data.field_map import parse_record
+from tracegrad.data.infer_tokens import list_as_long_as
 from tracegrad.data.sampling import TRUNCATING, format_options
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.trace_batch import Array, TraceBatch
@@ -291,7 +294,17 @@ def no_logprobs(look: TraceBatch) -> Hits:
     """
     none = (look["logprobs"] <= 0) | ((look["missing"] > 0) & (look["missing"] == look["logprobs"]))
     none &= look.filled == 0
-    return look.hits(none, None, lambda g: "the record has no logprobs")
+    return look.hits(none, None, lambda g: _found_list(look, g))
+
+
+def _found_list(look: TraceBatch, generation: int) -> str:
+    """Return where the record has a list that may contain the logprobs of a turn, by its length and its values."""
+    record = parse_record(look.traces.core.record(int(look.trace[generation])))
+    aligned = int(look.aligned[generation])  # A stop token that is not recorded may be among them.
+    lengths = {count for count in (int(look["ids"][generation]), aligned, aligned - 1) if count > 0}
+    if (path := list_as_long_as(record, sorted(lengths))) is None:
+        return "the record has no logprobs"
+    return f"no logprobs were read, but a list as long as the turn is at {path}: --map.logprobs {shlex.quote(path)}"
 
 
 @check(

@@ -90,6 +90,13 @@ def next_command(
         # The temperature decides which distribution the logprobs come from, so the doctor must run again with it.
         options = ["--logprob-kind", kind] if kind else []
         return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
+    if any(candidates.of(name) for name in ("logprobs", "token_ids") if name in missing):
+        # Most findings depend on the ids and logprobs, so the doctor must run again with them.
+        options = [
+            *(["--logprob-kind", kind] if kind else []),
+            *(["--sampling-defaults", defaults] if defaults else []),
+        ]
+        return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
     no_logprobs = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
     foreign_ids = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
     text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.total
@@ -440,6 +447,8 @@ def diagnose(
     map, names = map or FieldMap(), {finding.name for finding in results if finding is not None}
     missing = _unspecified(map, names, stats)
     guesses = infer_fields.infer(paths, map, missing) if missing else infer_fields.Candidates(0, ())
+    if not stats.without_temperature and not guesses.of("logprobs"):
+        missing = [name for name in missing if name != "sampling"]  # The temperature of text does not matter.
     context = (map, logprob_kind, findings, stats, (guesses, missing), bool(comparison), sampling_defaults)
     following = next_command(paths, model, *context)
     if server_profile and following and following.startswith(("tracegrad train ", "tracegrad doctor ")):
@@ -461,7 +470,10 @@ def _unspecified(mapping: FieldMap, names: set[str], stats: DatasetStats) -> lis
     """Return which of reward, group, sampling and session neither the records nor the user specify."""
     missing = ["reward"] * (not stats.traces or not stats.rewards.spans)
     missing += ["group"] * ("lone_traces" in names or not stats.grouped)
-    missing += ["sampling"] * bool(stats.without_temperature and not mapping.temperature)
+    may_have_logprobs = stats.without_temperature or stats.without_logprobs or not stats.traces
+    missing += ["sampling"] * bool(may_have_logprobs and not mapping.temperature)
+    missing += ["logprobs"] * bool(stats.without_logprobs or not stats.traces)
+    missing += ["token_ids"] * bool(stats.without_ids or not stats.traces)
     return [name for name in [*missing, "session"] if not getattr(mapping, name)]
 
 

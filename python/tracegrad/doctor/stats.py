@@ -327,7 +327,8 @@ class DatasetStats:
         longest_branch: tokens of the longest branch.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
         headless: turns in which only the first logprob is missing.
-        without_prompt, without_logprobs: turns without a prompt, and turns without logprobs.
+        without_prompt, without_logprobs, without_ids: turns without a prompt, turns without logprobs, and turns without
+            recorded ids.
         without_temperature: turns with logprobs and without a recorded temperature.
         unknown_logprob_kind: turns with logprobs of unknown kind at a temperature that is not known to be 1.
         few: sample of traces whose top_logprobs are read.
@@ -353,6 +354,7 @@ class DatasetStats:
     headless: Hits = field(default_factory=Hits)
     without_prompt: int = 0
     without_logprobs: int = 0
+    without_ids: int = 0
     unknown_logprob_kind: int = 0
     without_temperature: int = 0
     few: SpreadSample = field(default_factory=lambda: SpreadSample(SAMPLE_TRACES))
@@ -378,6 +380,7 @@ class DatasetStats:
         self.without_prompt += sum(bool(unprompted[generation]) for generation in look.mismatches(PROMPT_MISMATCH))
         self.filled += int(look.filled.sum())
         self.without_logprobs += int(np.sum(~look.has_logprobs))
+        self.without_ids += int(np.sum(look["ids"] < 0))
         unknown = (look.logprob_kind == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
         self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & look.has_logprobs))
         self.unknown_logprob_kind += int(np.sum(unknown & look.has_logprobs))

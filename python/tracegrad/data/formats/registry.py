@@ -186,16 +186,10 @@ def _is_plain(record: Any) -> bool:
         return False
     messages, response = record.get("messages"), record.get("response")
     if isinstance(messages, list) and messages and response is None and "calls" not in record:
-        return _was_sampled(messages[-1])
+        return chat.was_sampled(messages[-1])
     if isinstance(record.get("request"), Mapping) and isinstance(response, Mapping) and "choices" in response:
         return isinstance(response["choices"], list) and len(response["choices"]) == 1
     return isinstance(record.get("calls"), list)
-
-
-def _was_sampled(message: Any) -> bool:
-    if not isinstance(message, Mapping) or message.get("role") != "assistant":
-        return False
-    return message.get("sampled", True) and message.get("trainable", True) and message.get("weight", 1) != 0
 
 
 def _core_reads(record: Any) -> bool:

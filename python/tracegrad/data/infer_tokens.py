@@ -1,0 +1,274 @@
+"""Find lists of token ids, logprobs and loss masks in records, and the flags that read them.
+
+A list of numbers is found under any name, in the metadata of messages, in parallel lists and in JSON strings. It is a
+candidate by its values (logprobs are fractions of at most 0, ids are whole numbers, masks are 0 and 1) and by its
+lengths, which must equal those of the ids in every record. It is reported only if reading a few records with its flags
+succeeds and gives turns logprobs or ids that they did not have.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from tracegrad.config import FieldMap
+from tracegrad.data import chat, json_path
+from tracegrad.data.reader import stream
+from tracegrad.errors import TracegradError
+
+MOST_RECORDS, MOST_NODES, MOST_NUMBERS, TRIED = 200, 8192, 4096, 16
+"""Most records, most nodes of one record, most numbers of one list that are searched; records read with the flags."""
+_POSITIVE = 1e-3  # Nats. Rounding can give a certain token a logprob this far above 0.
+_LOGPROBS = re.compile(r"log_?p|(^|[._])lps?$|log_?prob|nll", re.I)
+_OTHER_MODEL = re.compile(r"ref|old|teacher|critic|base|proxy|prompt", re.I)
+_IDS = re.compile(r"tok|(^|[._])ids?$|_ids?$", re.I)
+_PROMPT = re.compile(r"prompt|input|context|query|question", re.I)
+_MASK = re.compile(r"loss|train|sampled|action|response|completion|assistant|generat", re.I)
+_PADDING = re.compile(r"atten|attn|pad", re.I)
+_READ_AS_PROMPT = ("prompt_ids", "prompt_token_ids")
+
+
+def number_lists(record: Any) -> dict[str, list[list[Any]]]:
+    """Return the lists of numbers in a record by path. A list of logprob entries counts as the list of their numbers.
+
+    >>> number_lists({"turns": [{"lp": [-0.5]}, {"lp": [-0.1, -0.2]}], "ids": [[1], [2, 3]]})
+    {'turns.*.lp': [[-0.5], [-0.1, -0.2]], 'ids': [[1], [2, 3]]}
+    """
+    result: dict[str, list[list[Any]]] = {}
+    for path, numbers in islice(_walk(record, "", 0), MOST_NODES):
+        if numbers is not None:
+            result.setdefault(path, []).append(numbers)
+    return result
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, list[Any] | None]]:
+    """Yield (path, list of numbers), and (path, None) for each other node."""
+    yield path, None
+    value = json_path.parse_json_string(value) if path else value
+    if depth > json_path.DEEPEST:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(item, f"{path}.{key}" if path else str(key), depth + 1)
+    elif isinstance(value, list) and value:
+        present = [item for item in value if item is not None]
+        entries = [item.get("logprob") if isinstance(item, Mapping) else None for item in present]
+        if present and all(isinstance(item, (int, float)) for item in present):
+            yield path, value
+        elif present and all(isinstance(entry, (int, float)) for entry in entries):
+            yield path, entries
+        elif all(isinstance(item, (list, str)) for item in present):
+            for item in present:
+                yield from _walk(item, path, depth + 1)
+        else:
+            for item in present:
+                yield from _walk(item, f"{path}.*" if path else "*", depth + 1)
+
+
+@dataclass
+class _Lists:
+    """Statistics of the lists of numbers at one path.
+
+    Args:
+        lengths: length of each list, by the index of its record; for masks also (ones, index of the first one).
+    """
+
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    ones: dict[int, tuple[int, int]] = field(default_factory=dict)
+    low: float = float("inf")
+    high: float = float("-inf")
+    has_fraction: bool = False
+    is_count: bool = True
+
+    def add(self, record: int, numbers: list[Any]) -> None:
+        """Add a list."""
+        self.lengths.setdefault(record, []).append(len(numbers))
+        known = [item for item in numbers[:MOST_NUMBERS] if item is not None and item == item]
+        if known:
+            self.low, self.high = min(self.low, *known), max(self.high, *known)
+        self.has_fraction |= any(isinstance(item, float) and not item.is_integer() for item in known)
+        self.is_count &= known in ([*range(len(known))], [*range(1, len(known) + 1)])
+        if self.is_mask:
+            sampled = [bool(item) for item in numbers]
+            self.ones[record] = sum(sampled), sampled.index(True) if True in sampled else len(sampled)
+
+    @property
+    def is_mask(self) -> bool:
+        return self.low >= 0 and self.high <= 1 and not self.has_fraction
+
+    @property
+    def are_logprobs(self) -> bool:
+        return self.has_fraction and self.low < 0 and self.high <= _POSITIVE
+
+    @property
+    def are_ids(self) -> bool:
+        is_range = self.is_count and max(map(max, self.lengths.values())) > 1
+        return not self.has_fraction and self.low >= 0 and 1 < self.high < 1 << 31 and not is_range
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.lengths.values()))
+
+    def equals(self, other: "_Lists") -> bool:
+        """Return whether the other path has a list of the same length for each list here."""
+        return all(other.lengths.get(record) == lengths for record, lengths in self.lengths.items())
+
+    def fits(self, mask: "_Lists") -> bool:
+        """Return whether there is one number for each token of the mask, each sampled one, or each from the first."""
+        return all(
+            record in mask.ones
+            and len(lengths) == 1
+            and mask.lengths[record] != []
+            and lengths[0]
+            in (mask.lengths[record][0], mask.ones[record][0], mask.lengths[record][0] - mask.ones[record][1])
+            for record, lengths in self.lengths.items()
+        )
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """A set of lists that belong together.
+
+    Args:
+        paths: path by field of `FieldMap`.
+        evidence: the evidence, in words.
+        records: number of records that have them.
+    """
+
+    paths: Mapping[str, str]
+    evidence: str
+    records: int
+
+
+class TokenColumns:
+    """Lists of numbers in the first records."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, _Lists] = {}
+        self._samples: list[tuple[int, Any]] = []
+        self.records = 0
+
+    def add(self, record: Any, fields: Mapping[str, Any]) -> None:
+        """Add a record.
+
+        Args:
+            record: the record of the file.
+            fields: its fields, and those of the record that was converted from it.
+        """
+        if self.records >= MOST_RECORDS:
+            return
+        for path, lists in number_lists(fields).items():
+            for numbers in lists:
+                self._paths.setdefault(path, _Lists()).add(self.records, numbers)
+        self._samples.append((self.records, record))
+        self.records += 1
+
+    def find(self, field_map: FieldMap, names: Sequence[str]) -> list[TokenLists]:
+        """Return the sets of lists that give turns logprobs, or ids, that they do not have; the best first.
+
+        Args:
+            field_map: fields that are set.
+            names: "logprobs" and "token_ids", as far as they are wanted.
+        """
+        result = []
+        if "logprobs" in names:
+            paths = [path for path, lists in self._paths.items() if lists.are_logprobs]
+            paths.sort(key=lambda path: (bool(_OTHER_MODEL.search(path)), not _LOGPROBS.search(path), path.count(".")))
+            for path in paths[:8]:
+                result += islice(self._checked("logprobs", path, self._with_logprobs(path), field_map), 1)
+        if "token_ids" in names and not any("token_ids" in each.paths for each in result):
+            for path in self._ids():
+                if _IDS.search(path) and not _PROMPT.search(path):
+                    result += islice(self._checked("token_ids", path, [{"token_ids": path}], field_map), 1)
+        return result
+
+    def _ids(self) -> list[str]:
+        paths = [path for path, lists in self._paths.items() if lists.are_ids]
+        return sorted(paths, key=lambda path: (not _IDS.search(path), bool(_PROMPT.search(path)), path.count(".")))
+
+    def _with_logprobs(self, path: str) -> Iterator[dict[str, str]]:
+        """Yield the sets of lists to which a list of logprobs may belong: with ids and a mask, with ids, alone."""
+        lists, ids = self._paths[path], self._ids()
+        masks = [name for name, each in self._paths.items() if each.is_mask and not _PADDING.search(name)]
+        masks.sort(key=lambda name: not _MASK.search(name))
+        for name in ids:
+            prompts = [
+                other for other in ids if other != name and _PROMPT.search(other) and other not in _READ_AS_PROMPT
+            ]
+            prompt = {"prompt_token_ids": prompts[0]} if prompts else {}
+            for mask in masks:
+                if self._paths[name].equals(self._paths[mask]) and lists.fits(self._paths[mask]):
+                    yield {"logprobs": path, "token_ids": name, "loss_mask": mask, **prompt}
+            if lists.equals(self._paths[name]):
+                yield {"logprobs": path, "token_ids": name}
+                yield {"logprobs": path, "token_ids": name, **prompt}
+        yield {"logprobs": path}
+
+    def _checked(self, name: str, path: str, choices: Any, field_map: FieldMap) -> Iterator[TokenLists]:
+        """Yield the sets of lists that can be read, and that give turns something that they do not have."""
+        lists = self._paths[path]
+        records = [record for index, record in self._samples if index in lists.lengths][:TRIED]
+        base = field_map.paths()
+        before = _turns(records, base)
+        for paths in choices:
+            after = _turns(records, {**base, **paths})
+            gains = after is not None and (before is None or _count(after, name) > _count(before, name))
+            if after is None or not gains or not all(_is_complete(turn) for turn in after):
+                continue
+            yield TokenLists(paths, self._evidence(name, paths, after), len(lists.lengths))
+
+    def _evidence(self, name: str, paths: Mapping[str, str], turns: list[Any]) -> str:
+        lists = self._paths[paths[name]]
+        kind = "numbers" if name == "logprobs" else "whole numbers"
+        text = f'{len(lists.lengths):,} of {self.records:,} records have lists of {kind} "{paths[name]}" '
+        text += f"({lists.count:,} lists, {lists.low:.3g} to {lists.high:.3g})"
+        if name == "logprobs" and "loss_mask" in paths:
+            return f'{text}, one for each sampled token of the ids "{paths["token_ids"]}" with a mask'
+        if name == "logprobs" and "token_ids" in paths:
+            return f'{text}, as long as the ids "{paths["token_ids"]}"'
+        has_ids = name == "logprobs" and all(turn.token_ids is not None for turn in turns)
+        return f"{text}, as long as the recorded ids" if has_ids else text
+
+
+def _turns(records: list[Any], paths: Mapping[str, str]) -> list[Any] | None:
+    """Return the sampled turns of records that are read with a field map; None if one cannot be read."""
+    unjoined = {name: path for name, path in paths.items() if name not in ("session", "order", "group")}
+    try:
+        return [turn for part in stream(records, map=unjoined) for trace in part for turn in trace.generations]
+    except TracegradError:
+        return None
+
+
+def _count(turns: list[Any], name: str) -> int:
+    return sum(getattr(turn, name) is not None for turn in turns)
+
+
+def _is_complete(turn: Any) -> bool:
+    """Return whether the ids and logprobs of a turn, if both are recorded, have the same length."""
+    return turn.token_ids is None or turn.logprobs is None or len(turn.token_ids) == len(turn.logprobs)
+
+
+def list_as_long_as(record: Any, lengths: Sequence[int]) -> str | None:
+    """Return the path of a list that may contain logprobs and has one of these lengths; None without one."""
+    for path, lists in number_lists(record).items():
+        for numbers in lists:
+            values = _Lists()
+            values.add(0, numbers)
+            if len(numbers) in lengths and values.are_logprobs:
+                return path
+    return None
+
+
+TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
+"""Names of fields with a sampling temperature."""
+
+
+def temperatures_of_turns(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (path, temperature) for each temperature in the objects of messages and calls, with `*` for their index."""
+    for key in ("messages", "calls"):
+        items = record.get(key)
+        for item in items if isinstance(items, list) else ():
+            for path, value in islice(json_path.leaves(chat.as_mapping(item)), MOST_NODES):
+                if TEMPERATURE.search(path) and (number := json_path.number(value)) is not None:
+                    yield f"{key}.*.{path}", number
