@@ -129,6 +129,7 @@ class StreamCounts:
         traces_without_prompt: number of traces without a prompt, if traces are grouped by prompt.
         adapted: number of records that adapters converted, by adapter.
         records_without_call: number of these that contain no call, by adapter.
+        left_out: number of parts of records that are in no trace, by "adapter: reason".
         mapper: statistics of the field map: the fields of `Mapper` except `told`.
         sessions: lines about joined conversations.
     """
@@ -139,6 +140,7 @@ class StreamCounts:
     traces_without_prompt: int = 0
     adapted: dict[str, int] = field(default_factory=dict)
     records_without_call: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
     mapper: dict[str, Any] = field(default_factory=dict)
     sessions: list[str] = field(default_factory=list)
 
@@ -166,6 +168,7 @@ class StreamCounts:
         calls = "1 call failed: no answer in it" if count == 1 else f"{count:,} calls failed: no answer in them"
         converted = formats.RecordConverter()
         converted.counts, converted.empty = Counter(self.adapted), Counter(self.records_without_call)
+        converted.left_out = Counter(self.left_out)
         first_error = CODE.sub("", self.first_bare or "").partition(f": {blank}")[0]
         promptless_line = f"map      group: {self.traces_without_prompt:,} traces have no prompt and are alone"
         return [
@@ -225,6 +228,7 @@ def add_tallies(tallies: Sequence[StreamCounts], told: FieldMap) -> StreamCounts
         total.first_bare = total.first_bare or tally.first_bare
         total.adapted = _added_counts(total.adapted, tally.adapted)
         total.records_without_call = _added_counts(total.records_without_call, tally.records_without_call)
+        total.left_out = _added_counts(total.left_out, tally.left_out)
         total.sessions += tally.sessions
     return total
 
@@ -387,6 +391,7 @@ class InputStream(Iterator[Traces]):
             traces_without_prompt=self._promptless,
             adapted=dict(self._adapted.counts),
             records_without_call=dict(self._adapted.empty),
+            left_out=dict(self._adapted.left_out),
             mapper=mapper_counts(self._mapper),
             sessions=self._sessions.lines() if self._sessions else [],
         )

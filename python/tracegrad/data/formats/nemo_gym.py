@@ -1,7 +1,9 @@
-"""Convert NeMo Gym's rollouts: a row of the task with `responses_create_params` and one `response` for all turns.
+"""Convert NeMo Gym's rollouts, and chat messages with its token fields.
 
-Source: NeMo Gym 0.3 `rollout_collection.py` (rows of rollouts.jsonl) and `openai_utils.py` (output items with
-`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`). Consecutive model items form one turn.
+A rollout is a row of the task with `responses_create_params` and one `response` for all turns. Consecutive model items
+form one turn. Source: NeMo Gym 0.4 `rollout_collection.py` (rows of rollouts.jsonl), `openai_utils.py` (items and
+messages with `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`) and `responses_api_agents` (padding
+of failed rollouts, logs of completions with `provider_specific_fields`).
 """
 
 from collections.abc import Mapping
@@ -9,6 +11,7 @@ from typing import Any
 
 from tracegrad.data import chat
 from tracegrad.data.formats import record_fields
+from tracegrad.data.formats.record_fields import Converted
 
 _TOKENS = {
     "prompt_token_ids": "prompt_token_ids",
@@ -24,9 +27,10 @@ def of_rollout(record: Any) -> list[dict[str, Any]] | None:
         return None
     prompt = params.get("input")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
-    output_messages = _messages(output)
+    converted = Converted()
+    output_messages = _without_padding(_messages(output), converted)
     if not chat.has_answer(output_messages):
-        return []
+        return converted
     task = record.get("_ng_task_index")
     group = {} if task is None or "group" in record else {"group": str(task)}
     other_fields = chat.without(record, "responses_create_params", "response")
@@ -35,7 +39,96 @@ def of_rollout(record: Any) -> list[dict[str, Any]] | None:
         *chat.with_system_prompt(params.get("instructions"), chat.mark_not_sampled(messages)),
         *output_messages,
     ]
-    return [{**chat.pick(params, chat.SAMPLING), **group, **other_fields, **tools, "messages": conversation}]
+    converted.append({**chat.pick(params, chat.SAMPLING), **group, **other_fields, **tools, "messages": conversation})
+    return converted
+
+
+def of_chat(record: Any) -> list[dict[str, Any]] | None:
+    """Rename the token fields of chat messages, of a completion's message, or next to a response.
+
+    None if the record has none of them.
+
+    Raises:
+        BadValueError: if an id is not a number.
+    """
+    if not isinstance(record, Mapping) or "calls" in record:
+        return None
+    converted = Converted()
+    response, talk = record.get("response"), record.get("messages")
+    if _choices(response) or _choices(record):
+        owner = chat.as_mapping(response) if _choices(response) else record
+        fields = {**chat.as_mapping(owner.get("provider_specific_fields"))}
+        fields |= chat.as_mapping(record.get("provider_specific_fields"))
+        choices = [_renamed_choice(each, fields) for each in _choices(owner)]
+        if not any("token_ids" in each for each in choices):
+            return None
+        prompts = [each.pop("prompt_token_ids") for each in choices if "prompt_token_ids" in each]
+        renamed = {**owner, **({"prompt_token_ids": prompts[0]} if prompts else {}), "choices": choices}
+        if owner is record:
+            converted.append(renamed)
+        elif isinstance(talk, list):
+            # A log of completions: `kwargs` has the tools and options of the request.
+            options = {**chat.sampling(record), **chat.as_mapping(record.get("kwargs"))}
+            request = {**chat.pick(options, (*chat.SAMPLING, "tools")), "messages": [_renamed(each) for each in talk]}
+            others = chat.without(record, "messages", "response", "kwargs", "provider_specific_fields")
+            converted.append({**chat.PARTIAL, **others, "request": request, "response": renamed})
+        else:
+            converted.append({**record, "response": renamed})
+        return converted
+    if not isinstance(talk, list):
+        return None
+    messages = [_renamed(each) for each in talk]
+    if not any("token_ids" in chat.as_mapping(each) for each in messages):
+        return None
+    messages = _without_padding(messages, converted)
+    converted.append({**record, "messages": messages})
+    return converted
+
+
+def _choices(value: Any) -> list[Any]:
+    choices = chat.as_mapping(value).get("choices")
+    return choices if isinstance(choices, list) and all(map(chat.as_mapping, choices)) else []
+
+
+def _renamed_choice(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice with the token fields of its message, or of `fields`, under the names of vLLM."""
+    message = _renamed({**fields, **chat.as_mapping(choice.get("message"))})
+    kept = {**choice, "message": chat.without(message, *_TOKENS.values(), *fields)}
+    logprobs = {"logprobs": message["logprobs"]} if "logprobs" in message else {}
+    return {**kept, **logprobs, **chat.pick(message, ("prompt_token_ids", "token_ids"))}
+
+
+def _renamed(message: Any) -> Any:
+    """Return a message with its token fields under the names that the core reads; ids may be texts."""
+    if not isinstance(message, Mapping) or message.get("generation_token_ids") is None:
+        return message
+    tokens = {name: message[key] for key, name in _TOKENS.items() if message.get(key)}
+    for name in ("prompt_token_ids", "token_ids"):
+        if name in tokens:
+            tokens[name] = [_token_id(each) for each in record_fields.require_list(tokens[name], name)]
+    return {**chat.without(message, *_TOKENS, "routed_experts"), **tokens}
+
+
+def _token_id(value: Any) -> Any:
+    return int(value.removeprefix("token_id:")) if isinstance(value, str) else value
+
+
+def _without_padding(messages: list[Any], converted: Converted) -> list[Any]:
+    """Return messages without those that an agent added to a rollout without an answer.
+
+    Their ids are [0] after [0], or those of an earlier answer after the same prompt: they were not sampled.
+    """
+    seen: list[Any] = []
+    kept = []
+    for message in messages:
+        tokens = [chat.as_mapping(message).get(key) for key in ("prompt_token_ids", "token_ids")]
+        if all(tokens):
+            if tokens == [[0], [0]] or tokens in seen:
+                converted.left_out["messages that pad a rollout: their ids are not sampled"] += 1
+                continue
+            seen.append(tokens)
+        kept.append(message)
+    return kept
 
 
 def _messages(items: Any) -> list[dict[str, Any]]:

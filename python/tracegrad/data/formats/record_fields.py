@@ -3,6 +3,7 @@
 A check that fails raises `BadValueError`; the reader then counts a bad record, with its file and line.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,18 @@ from tracegrad.errors import TracegradError
 FAILED = "failed_call"
 _WRONG = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _FIX = 'Correct the record, or leave such ones out: on_error="skip"'
+
+
+class Converted(list[dict[str, Any]]):
+    """Converted records. `left_out` counts the parts of the original that are in none of them, by reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left_out: Counter[str] = Counter()
+
+
+class FileGroup(str):
+    """Name of a group that only records of the same file have. The reader adds the file's name."""
 
 
 @contextmanager
@@ -49,11 +62,12 @@ def require_list(value: Any, name: str) -> list[Any]:
     )
 
 
-def length_refusal(name: str, value: Any, count: int) -> BadValueError:
-    """Return the refusal of a field that does not have one value for each of `count` answers."""
+def length_refusal(name: str, value: Any, count: int, things: str = "answers") -> BadValueError:
+    """Return the refusal of a field that does not have one value for each of `count` answers (or other `things`)."""
     description = f"a list of {len(value):,}" if isinstance(value, list) else json_path.describe_type(value)
-    problem = f"`{name}` is {description}, and there are {count:,} answers, each of which needs its own"
-    return BadValueError((problem, "Which of it is whose would be guessed", f"Write one for each answer. {_FIX}"))
+    problem = f"`{name}` is {description}, and there are {count:,} {things}, each of which needs its own"
+    fix = f"Write one for each of the {things}. {_FIX}"
+    return BadValueError((problem, "Which of it is whose would be guessed", fix))
 
 
 def check_size(count: int, shared: Any) -> None:

@@ -15,6 +15,7 @@ from tracegrad.data.field_map import BadValueError, parse_record
 from tracegrad.data.formats import (
     anthropic,
     generic,
+    harbor,
     inspect_ai,
     langchain,
     nemo_gym,
@@ -23,6 +24,7 @@ from tracegrad.data.formats import (
     prompt_response,
     pydantic_ai,
     record_fields,
+    token_rows,
 )
 from tracegrad.data.sources import Row
 from tracegrad.data.trace import Line, ReadReport, Traces, add_reports, format_location
@@ -52,10 +54,11 @@ class Adapter(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Result of an adapter: its name and the converted records."""
+    """Result of an adapter: its name, the converted records, and counts of what it left out, by reason."""
 
     name: str
     records: list[dict[str, Any]]
+    left_out: Mapping[str, int] = {}
 
 
 def _of_export(record: Any) -> list[dict[str, Any]] | None:
@@ -83,6 +86,11 @@ ADAPTERS = (
     Adapter("inspect_ai", inspect_ai.of_sample, ("epoch",)),
     Adapter("inspect_ai", inspect_ai.of_log, ("eval",)),
     Adapter("nemo_gym", nemo_gym.of_rollout, ("responses_create_params",)),
+    Adapter("nemo_gym_chat", nemo_gym.of_chat, ("generation_token_ids",)),
+    Adapter("atropos", token_rows.of_atropos_group, token_rows.ATROPOS_KEYS),
+    Adapter("nemo_rl", token_rows.of_nemo_rl, token_rows.NEMO_RL_KEYS),
+    Adapter("prime_rl", token_rows.of_prime_rl, token_rows.PRIME_RL_KEYS),
+    Adapter("harbor_trial", harbor.of_trial, harbor.KEYS),
     Adapter("pydantic_ai", pydantic_ai.of_history, ("part_kind",)),
     Adapter("lm_eval", prompt_response.of_sample, ("doc_id",)),
     Adapter("sharegpt", prompt_response.of_talk, ("from",)),
@@ -146,7 +154,8 @@ def convert_first_match(record: Any) -> Conversion | None:
             if made is not None:
                 of_talk = bool(made) and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
-                return Conversion((of_talk and each.messages_name) or each.name, parts)
+                left_out = made.left_out if isinstance(made, record_fields.Converted) else {}
+                return Conversion((of_talk and each.messages_name) or each.name, parts, left_out)
         made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
         return None if made is None else Conversion("choices", made)
 
@@ -271,13 +280,15 @@ def refuse_table(line: bytes, name: str) -> None:
 class RecordConverter:
     """Converts records, and counts them by adapter.
 
-    `counts` has the converted records, `empty` those without a call. `roots` is the result of `only_roots` for the
+    `counts` has the converted records, `empty` those without a call, `left_out` by "adapter: reason" the parts that are
+    in no result. `roots` is the result of `only_roots` for the
     current source.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.empty: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.roots = False
 
     def rows(self, name: str, line: Line, raw: bytes) -> list[Row] | None:
@@ -306,7 +317,7 @@ class RecordConverter:
         conversion = (_of_root(record) if self.roots else None) or convert_first_match(record)
         if conversion is None:
             return None
-        adapter, records = conversion
+        adapter, records, left_out = conversion
         results, bytes_left = [], record_fields.MOST_BYTES + 4 * size
         for index, each in enumerate(records):
             place = line
@@ -314,6 +325,8 @@ class RecordConverter:
                 place = (line, index + 1)
             elif len(records) > 1 and each.get("id") is None:
                 each = {**each, "id": f"{format_location(name, line)}-{index}"}
+            if isinstance(each.get("group"), record_fields.FileGroup):
+                each = {**each, "group": f"{name}-{each['group']}"}
             with record_fields.refuse_on_error(adapter):
                 results.append((place, to_json(each), each))
             bytes_left -= len(results[-1][1])
@@ -321,6 +334,7 @@ class RecordConverter:
                 raise record_fields.size_refusal(f"{len(records):,} traces")
         self.counts[adapter] += adapter != record_fields.FAILED
         self.empty[adapter] += not records
+        self.left_out.update({f"{adapter}: {reason}": count for reason, count in left_out.items()})
         return results
 
     def lines(self) -> list[str]:
@@ -329,6 +343,9 @@ class RecordConverter:
         for name, count in (+self.counts).items():
             empty_note = f", {self.empty[name]:,} of them hold no call and are left out" if self.empty[name] else ""
             lines.append(f"convert  {count:,} records of {name}{empty_note}")
+            for key, parts in self.left_out.items():
+                if key.startswith(f"{name}: "):
+                    lines.append(f"         left out: {parts:,} {key.removeprefix(f'{name}: ')}")
         return lines
 
 
