@@ -36,6 +36,7 @@ AREAS = {
     "VIEW": "`view`",
     "REPORT": "`report.html`",
     "ROLLOUT": "Servers, sessions, tools and the proxy",
+    "RECEIVE": "`receive` and `pull`",
     "REWARD": "Rewards and judges",
     "SYNC": "Weight sync",
     "ONLINE": "Online training",

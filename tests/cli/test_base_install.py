@@ -59,6 +59,7 @@ MISSING = [
     (["replay", "none", "--model", "m", "--out", "o"], f"{TORCH}, tqdm, aiohttp", "tracegrad[online]"),
     (["record", "a.py:b", "--tasks", "none", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
     (["proxy", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
+    (["receive", "--out", "o"], "opentelemetry.proto, google.rpc, uvicorn and h11", "tracegrad[receive]"),
     (["score", "none.jsonl", "--judge", "http://h", "--out", "o"], "aiohttp and orjson", "tracegrad[online]"),
     (["prepare", "none.jsonl", "--model", "m", "--out", "o", "--ray"], "ray and pyarrow", "tracegrad[ray]"),
     (["prepare", "s3://b/none.jsonl", "--model", "m", "--out", "o"], "fsspec and s3fs", "tracegrad[cloud]"),
@@ -182,11 +183,12 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 def test_the_extras_are_those_of_the_project():
-    """Import names of pyproject's packages differ for pillow alone, and two packages are needed otherwise."""
+    """Import names of pyproject's packages differ for a few, and two packages are needed otherwise."""
+    projects = {"PIL": "pillow", "opentelemetry.proto": "opentelemetry-proto", "google.rpc": "googleapis-common-protos"}
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for extra, packages in extras.EXTRAS.items():
         line = re.search(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)[1]
-        names = {name.partition("[")[0] for name in re.findall(r'"([a-z0-9_]+(?:\[data\])?)[>;=\"]', line)}
-        expected = {"pillow" if name == "PIL" else name for name in packages} - {"pyarrow"} | (names & {"pyarrow"})
+        names = {name.partition("[")[0] for name in re.findall(r'"([a-z0-9_-]+(?:\[data\])?)[>;=\"]', line)}
+        expected = {projects.get(name, name) for name in packages} - {"pyarrow"} | (names & {"pyarrow"})
         unchecked = {"tomli"} | set(extras._FILE_SYSTEMS.values())
         assert names - unchecked == expected, extra

@@ -22,6 +22,7 @@ from tracegrad.errors import ExitCode
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = [sys.executable, "-m", "tracegrad.cli"]
 VERBS = ("init", "train", "merge", "prepare", "doctor", "score", "view", "online", "replay", "record", "proxy")
+VERBS += ("receive",)
 
 
 def told(capsys, *words, code=0):
@@ -161,6 +162,7 @@ ARGUMENTS = {
     "replay": ["none", "--model", "m", "--out", "o"],
     "record": ["mine.py:agent", "--tasks", "none", "--server", "http://h", "--out", "o"],
     "proxy": ["--server", "http://h", "--out", "o"],
+    "receive": ["--out", "o"],
 }
 
 

@@ -10,6 +10,7 @@ from tracegrad.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 VERBS = ("init", "score", "fill", "train", "merge", "prepare", "doctor", "view", "online", "replay", "record", "proxy")
+VERBS += ("receive",)
 
 
 def help_of(arguments, capsys):

@@ -28,6 +28,7 @@ ARGUMENTS = {
     "replay": ["out", "--model", "m", "--out", "o"],
     "record": ["mine.py:agent", "--tasks", "t.py:tasks", "--server", "http://h", "--out", "o"],
     "proxy": ["--server", "http://h", "--model", "m", "--out", "o"],
+    "receive": ["--out", "o"],
 }
 
 

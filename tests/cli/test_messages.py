@@ -26,6 +26,8 @@ OF_VERBS = {
     "cli/online.py": ("online",),
     "cli/prepare.py": ("prepare",),
     "cli/record.py": ("record", "proxy"),
+    "cli/receive.py": ("receive",),
+    "receive/": ("receive",),
     "cli/run_file.py": ("online",),
     "cli/score.py": ("score",),
     "cli/train.py": ("train",),

@@ -14,7 +14,7 @@ import task as clerk
 import tracegrad as tg
 from proxied import KEY, QUESTION, driven
 from stand_in import compact, good_clerk, prompts, until
-from tracegrad.rollout import proxy as exchange
+from tracegrad import _http_server as exchange
 from tracegrad.rollout.proxy import Proxy
 
 

@@ -16,11 +16,13 @@ import pytest
 from starlette.testclient import TestClient
 
 import tracegrad as tg
+from otlp_spans import call
 from tracegrad import _core, config, recipes
 from tracegrad.cli import main
 from tracegrad.data.codes import LEVEL_TEXT, MISMATCH_TEXT
 from tracegrad.errors import ArgumentError, ReadError
 from tracegrad.online.buffer import GroupWriter
+from tracegrad.receive.folder import FolderLimits, Span, TraceFolder
 from tracegrad.storage import manifest
 from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.view import Viewer, database, pieces, runs, select_rows
@@ -254,6 +256,27 @@ def test_a_file_that_grows_is_followed_and_half_a_line_waited_for(tmp_path):
         while opened.rows < 4 and time.monotonic() < end:
             time.sleep(0.05)
         assert opened.labels([3])[0]["id"] == "t3"
+
+
+def test_a_folder_that_receives_traces_is_followed_into_new_files(tmp_path):
+    limits = FolderLimits(file_bytes=1)
+
+    def receive(*numbers):
+        with TraceFolder(tmp_path / "o", limits) as folder:
+            for number in numbers:
+                entry = [{"resource": {}}, {"scope": {}}, {**call(number, 1)}]
+                folder.add([Span(f"{number:032x}", f"{1:016x}", True, json.dumps(entry).encode())])
+            folder.write_whole(0, 0)
+
+    receive(1, 2)
+    with Viewer([tmp_path / "o"], tmp_path / "index") as opened:
+        assert whole(opened).rows == 2
+        receive(3, 4)
+        end = time.monotonic() + 60
+        while opened.rows < 4 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert [label["id"] for label in opened.labels(range(4))] == [f"{n:032x}" for n in (1, 2, 3, 4)]
+        assert opened.trace(3).messages[-1]["content"] == "4"
 
 
 def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):

@@ -23,6 +23,7 @@ from tracegrad.cli import (
     merge,
     online,
     prepare,
+    receive,
     record,
     score,
     train,
@@ -158,7 +159,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"tracegrad {_core.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (init, score, fill, train, merge, prepare, doctor, view, online, record):
+    for module in (init, score, fill, train, merge, prepare, doctor, view, online, record, receive):
         module.add_to(commands)
     return parser
 

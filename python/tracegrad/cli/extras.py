@@ -26,6 +26,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("torch", "transformers", "safetensors", "tqdm"),
     "online": ("aiohttp", "starlette", "uvicorn", "h11", "zstandard", "orjson"),
     "view": ("starlette", "uvicorn"),
+    "receive": ("opentelemetry.proto", "google.rpc", "uvicorn", "h11"),
     "lora": ("peft",),
     "images": ("PIL", "torchvision"),
     "arrow": ("pyarrow",),
@@ -45,6 +46,7 @@ VERB_EXTRAS = {
     "replay": ("train", "online"),
     "record": ("online",),
     "proxy": ("online",),
+    "receive": ("receive",),
     "view": ("view",),
 }
 """Extras that a verb always needs."""

@@ -6,12 +6,10 @@ without the proxy.
 
 import asyncio
 import contextlib
-import hmac
 import inspect
 import json
 import re
 import secrets
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -19,10 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import aiohttp
-import h11
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tracegrad._http_server import Refusal, Server, body_of, has_key, send_response, start, wait_for_disconnect
 from tracegrad.data.sampling import fields_in_error
 from tracegrad.errors import ArgumentError, TracegradError, escape_terminal
 from tracegrad.rollout import responses
@@ -32,48 +28,6 @@ from tracegrad.rollout.proxy_journal import Entry, Journal
 from tracegrad.rollout.responses import parse_json
 from tracegrad.rollout.run_agent import check_rewards
 from tracegrad.rollout.session import CHAT, COMPLETIONS, Call, Session, UnfitRequest
-
-HEAD_S, HEAD_BYTES = 20.0, 1 << 16
-"""Limits on the head of a request: seconds from the connection or its first byte, and size in bytes."""
-BODY_S = 60.0
-"""Time limit to receive a body, in seconds."""
-
-
-class Connection(H11Protocol):
-    """Connection of a client, closed if no complete request head has arrived within `HEAD_S` seconds."""
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first request."""
-        super().connection_made(transport)
-        self._timer = self.loop.call_later(HEAD_S, transport.close)
-
-    def data_received(self, data: bytes) -> None:
-        """Process received bytes, which may start or complete a request head."""
-        if self._timer is None and self.conn.their_state is h11.IDLE:
-            self._timer = self.loop.call_later(HEAD_S, self.transport.close)
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._cancel_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer."""
-        self._cancel_timer()
-        super().connection_lost(exc)
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-class Refusal(Exception):
-    """A request that the proxy answers itself with an error."""
-
-    def __init__(self, status: int, words: str, kind: str = "invalid_request_error") -> None:
-        super().__init__(words)
-        self.status, self.kind = status, kind
 
 
 class Pool(Protocol):
@@ -143,56 +97,6 @@ class Upstream:
             return await self._url.url_of(session)
         except TracegradError as error:
             raise Refusal(503, str(error), "upstream_error") from None
-
-
-async def send_response(
-    send: Any, status: int, body: bytes, kind: str = "application/json", *, close: bool = False
-) -> None:
-    """Send a complete response; `close` ends the connection, since unread parts of the request may still arrive."""
-    headers = [(b"connection", b"close")] if close else []
-    await start(send, status, kind, (b"content-length", str(len(body)).encode()), *headers)
-    await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def start(send: Any, status: int, kind: str, *headers: tuple[bytes, bytes]) -> None:
-    """Send the head of a response; any content type of a server is accepted."""
-    headers = ((b"content-type", kind.encode("latin-1", "replace")), *headers)
-    await send({"type": "http.response.start", "status": status, "headers": list(headers)})
-
-
-async def wait_for_disconnect(receive: Any) -> None:
-    """Return once the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> bytes:
-    """Read the body of a request within `BODY_S` seconds.
-
-    Raises:
-        Refusal: 400, 408 or 413, if the client closes, is too slow, or sends more than `most` bytes.
-    """
-    length = headers.get(b"content-length", "0")
-    if length.isdigit() and int(length) > most:
-        raise Refusal(413, f"the request has more than {most} bytes")
-
-    async def read() -> bytes:
-        parts, size = [], 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal(400, "the client closed")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
-                raise Refusal(413, f"the request has more than {most} bytes")
-            if not message.get("more_body"):
-                return b"".join(parts)
-
-    try:
-        return await asyncio.wait_for(read(), BODY_S)
-    except asyncio.TimeoutError:
-        raise Refusal(408, f"the request did not come within {BODY_S:g} s") from None
 
 
 def object_of(body: bytes) -> dict[str, Any]:
@@ -550,33 +454,13 @@ class Proxy:
             seat.entry, seat.policy.turns = entry, len(calls) + len(lost)
             seat.policy.session.restore(calls, lost)
         await self._upstream.__aenter__()
-        listening = socket.create_server(self._address, backlog=1024)
-        self._address = listening.getsockname()[:2]
-        config = uvicorn.Config(
-            self._app,
-            interface="asgi3",
-            lifespan="off",
-            proxy_headers=False,
-            server_header=False,
-            http=Connection,
-            ws="none",
-            h11_max_incomplete_event_size=HEAD_BYTES,
-            log_level="error",
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        self._server = await Server(self._app, *self._address).__aenter__()
         self._sweeping = asyncio.ensure_future(self._sweep())
-        while not self._server.started and not self._serving.done():
-            await asyncio.sleep(0.005)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._sweeping.cancel()
-        self._server.should_exit = True
-        await self._serving
+        await self._server.__aexit__()
         await self._upstream.__aexit__()
         for name, seat in list(self._seats.items()):
             if not seat.is_local:
@@ -585,8 +469,7 @@ class Proxy:
     @property
     def url(self) -> str:
         """Address that the proxy listens on."""
-        host, port = self._address
-        return f"http://{host if ':' not in host else f'[{host}]'}:{port}"
+        return self._server.url
 
     def open(self, policy: Policy) -> tuple[str, str]:
         """Open a session for a rollout of this process and return its base URL and key; `close` ends it."""
@@ -669,9 +552,7 @@ class Proxy:
             seat.call_finished.set()
 
     def _check_key(self, headers: Mapping[bytes, str]) -> None:
-        scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
-        shown_key = bearer.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", "")
-        if not hmac.compare_digest(shown_key.encode(), self.key.encode()):
+        if not has_key(headers, self.key):
             raise Refusal(401, "no key, or a wrong one; send Authorization: Bearer KEY", "authentication_error")
 
     def _seat(self, name: str | None, headers: Mapping[bytes, str]) -> OpenSession:

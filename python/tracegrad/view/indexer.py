@@ -13,6 +13,7 @@ from pathlib import Path
 from tracegrad import _core
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data import FieldMap, stream
+from tracegrad.data.sources import Place
 from tracegrad.data.trace import Traces
 from tracegrad.errors import TracegradError, escape_terminal
 from tracegrad.view import database
@@ -85,7 +86,9 @@ class Indexer:
                     self._reporting_errors(source.name, lambda n=number, s=source: self._read_all(n, s))
                 self._all_grams()
                 self.done = not self._stop.is_set()
-                if self.done and not any(source.kind in ("rollouts", "token log") for source in self._sources):
+                if self.done and not any(
+                    source.kind in ("rollouts", "received", "token log") for source in self._sources
+                ):
                     database.set_property(self._database, "done", 1)
             while not self._stop.wait(_LOOK_S):
                 for number, source in enumerate(self._sources):
@@ -104,12 +107,17 @@ class Indexer:
                 self.problems.append(line)
 
     def _read_all(self, number: int, source: Source) -> None:
-        if source.kind in ("rollouts", "shards", "token log"):
+        if source.kind in ("rollouts", "received", "shards", "token log"):
             self._read_new(number, source)
             return
         assert source.place is not None
         size = source.place.size
-        batches = stream(source.place.path, map=self._map, batch=_BATCH, on_error="skip")
+        self._read_places(number, source, source.place.path)
+        self._ends[source.path] = size if self._map == FieldMap() and _grows(source.path) else -1
+
+    def _read_places(self, number: int, source: Source, places: str | list[Place]) -> None:
+        """Add the traces of files, or of parts of files."""
+        batches = stream(places, map=self._map, batch=_BATCH, on_error="skip")
         for traces in batches:
             self._add(number, traces)
             if self._stop.is_set():
@@ -118,13 +126,25 @@ class Indexer:
         if report.bad:
             first = escape_terminal("; ".join(report.errors[:1]))[:300]
             self.problems.append(f"{source.name}: {report.bad:,} bad records left out, the first: {first}")
-        self._ends[source.path] = size if self._map == FieldMap() and _grows(source.path) else -1
+
+    def _read_received(self, number: int, source: Source) -> None:
+        """Add the lines at the ends of the files of a folder, which always end with complete lines."""
+        places = []
+        for path in sorted(source.path.glob("traces-*.jsonl")):
+            start, size = self._ends.get(path, 0), path.stat().st_size
+            if size > start:
+                places.append(Place("file", str(path), size, start=start, end=size))
+                self._ends[path] = size
+        if places:
+            self._read_places(number, source, places)
 
     def _read_new(self, number: int, source: Source) -> None:
         """Add what arrived since the last check."""
         if source.kind == "rollouts":
             for traces in self._rollouts(source.path):
                 self._add(number, traces)
+        elif source.kind == "received":
+            self._read_received(number, source)
         elif source.kind in ("shards", "token log"):
             for row in self._sets.rows(source, number, self._groups):
                 self._store(row)

@@ -14,6 +14,8 @@ from tracegrad.storage import manifest
 
 ROLLOUTS = "played"
 """Subfolder of a run with its rollout buffer, as `tracegrad online` names it."""
+RECEIVED = ".receive"
+"""Subfolder of a folder of received traces, as `tracegrad receive` names it."""
 TOKEN_LOG = "terms"
 """Subfolder of a run with its token log."""
 _OF_RUN = ("metrics.jsonl", "run.json", "config.toml")
@@ -24,13 +26,14 @@ class Source:
     """A source of traces.
 
     Args:
-        kind: "file", the rollout buffer of a run ("rollouts"), prepared "shards", or the "token log" of a run.
+        kind: "file", the rollout buffer of a run ("rollouts"), a folder that `receive` writes ("received"), prepared
+            "shards", or the "token log" of a run.
         path: the file or folder.
         run: folder of the run that it belongs to, or None.
         place: for a file, its description by `data.sources`, which may be an address or standard input.
     """
 
-    kind: Literal["file", "rollouts", "shards", "token log"]
+    kind: Literal["file", "rollouts", "received", "shards", "token log"]
     path: Path
     run: Path | None = None
     place: Place | None = None
@@ -72,6 +75,8 @@ def of_run(run: Path) -> list[Source]:
 def _of_folder(folder: Path) -> tuple[list[Source], list[Path]]:
     if is_run(folder):
         return of_run(folder), [folder]
+    if (folder / RECEIVED).is_dir():
+        return [Source("received", folder)], []
     if (folder / manifest.NAME).is_file():
         return [Source("shards", folder)], []
     runs = [subfolder for subfolder in sorted(folder.iterdir()) if subfolder.is_dir() and is_run(subfolder)]
