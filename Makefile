@@ -12,6 +12,7 @@ LOCK = $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --n
 TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # A process takes whole files, in the order of tests/conftest.py.
 SPREAD := -n 4 --dist loadfile --no-loadscope-reorder
+ON_CPU := -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')
 
@@ -35,7 +36,7 @@ parity: export LITELLM_LOCAL_MODEL_COST_MAP = True
 # uv installs packages without bytecode: Python has to keep it, or each process compiles torch and transformers again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo images online build test test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-fill bench-online bench-support wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
+.PHONY: demo images online build test test-rust test-docstrings test-debug check check-rust check-python fuzz mutants bench bench-counts bench-step bench-peers bench-fill bench-online bench-support wheel test-wheel test-vllm parity parity-templates nightly nightly-tests nightly-faults nightly-parity nightly-strings gpu-test gpu-rehearsal test-oldest docs layout screenshot site lock clean
 
 demo: $(VENV)/train  ## train on the bundled example and print what it learnt
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/quickstart/demo.py --out out/quickstart
@@ -50,9 +51,16 @@ images: $(VENV)/images  ## train on recorded answers about pictures: success bef
 build: $(WHEEL)  ## the core, built once for release: one wheel for every environment
 
 test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
+	$(MAKE) --jobs 2 test-rust test-docstrings
+	$(TWO) $(BIN)/python tests/again.py $(SPREAD) $(ON_CPU)
+
+test-rust:
 	cargo test --workspace --quiet
-	$(TWO) $(BIN)/python tests/again.py $(SPREAD) -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
-	$(BIN)/python -m pytest --doctest-modules --ignore-glob "*/weight_sync/worker.py" --pyargs tracegrad
+
+# One process compiles the tests and all that they import, before several would compile the same.
+test-docstrings: $(VENV)/dev
+	$(TWO) $(BIN)/python -m pytest --doctest-modules --ignore-glob "*/weight_sync/worker.py" --pyargs tracegrad
+	$(TWO) $(BIN)/python -m pytest --collect-only -qq $(ON_CPU) > /dev/null
 
 check: check-rust check-python  ## formats, lints, types
 

@@ -34,7 +34,7 @@ path{fill:none;stroke:#8a96a3} rect{fill:#f2f4f7;stroke:#5b6773} rect.walk{fill:
 text{text-anchor:middle;fill:#1b2229} .step{fill:#2463b0;font-weight:bold} .note{text-anchor:start;fill:#5b6773}
 circle{fill:#b3541e} .ground{fill:#fff;stroke:none}
 </style>"""
-WIDTH, HEIGHT, APART, BELOW = 104, 26, 122, 74
+WIDTH, HEIGHT, APART, BELOW = 128, 26, 140, 74
 
 Uses = dict[str, set[str]]
 

@@ -118,7 +118,7 @@ the groups of a step.
 `python tools/generate_docs.py` makes the tables from the code. Each row is the effect of one option (with the
 options that it needs, in brackets). `objective.surrogate.high = 0.28` is also `--objective.surrogate.high 0.28`.
 Tests check that each value reproduces the peer's own loss and gradient. All options of
-`tracegrad train` are in [configuration.md](configuration.md). The standard deviation of a group
+`tracegrad train` are in [Configuration](configuration.md). The standard deviation of a group
 has 1e-4 added, as in TRL; the others add 1e-6.
 """
 
@@ -213,8 +213,8 @@ _LOSSES = """# Losses
 
 This page lists every recipe of `tracegrad.recipes` and every preset of `tracegrad.objective.presets`. Each preset
 has a description, its formula as `print(preset)` shows it, its value as code, its paper, and the differences from
-peers' conventions. To choose one, see [choose-an-objective.md](../how-to/choose-an-objective.md).
-[PARITY.md](../../PARITY.md) lists the third-party
+peers' conventions. To choose one, see [Choose an objective](../how-to/choose-an-objective.md).
+[Parity](../../PARITY.md) lists the third-party
 code with equal numbers. `python tools/generate_docs.py` makes this page from the code.
 
 In the formulas *theta* is the policy in training, *old* is recomputed before the step, *rollout* is recorded, and
@@ -224,7 +224,7 @@ its fields: `override(presets.DAPO, "surrogate.high", 0.3)`, or `--objective DAP
 
 BAPO (arXiv 2510.18927) is not available. At every step it searches its bounds, from [0.6, 1.2] up to [0.9, 3],
 until good tokens make up a set share of the loss of the full batch. Here the policy in training only processes one
-micro-batch at a time ([DESIGN.md](../../DESIGN.md)). `--objective.surrogate.low 0.4 --objective.surrogate.high 0.2`
+micro-batch at a time ([Design](../../DESIGN.md)). `--objective.surrogate.low 0.4 --objective.surrogate.high 0.2`
 are its initial bounds.
 """
 

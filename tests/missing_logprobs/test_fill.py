@@ -30,10 +30,9 @@ from logs_without_logprobs import (
 from tracegrad.data.codes import FILLED
 from tracegrad.data.sampling import options_on
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.missing_logprobs import CheckpointRefused, fill
+from tracegrad.missing_logprobs import CheckpointRefused, fill, fill_file
 from tracegrad.missing_logprobs.generations import REASONS
 
-fill_module = sys.modules["tracegrad.missing_logprobs.fill"]
 TEMPERATURE, GREEDY, OPTIONS, RAW_PART, VERSION, RENDERED, LOSSY, SEGMENTATION, NOT_LISTED, EXCLUDED, _ = REASONS
 
 
@@ -357,7 +356,7 @@ def interrupted(monkeypatch, source, model, out, **options):
     """Fill in batches of 3 with a scorer that fails at the second one, and return what it was asked to fill."""
     from tracegrad.missing_logprobs.model_scorer import ModelScorer
 
-    monkeypatch.setattr(fill_module, "_BATCH", 3)
+    monkeypatch.setattr(fill_file, "_BATCH", 3)
     asked, fails = [], [True]
     predict = ModelScorer.predict
 
@@ -472,13 +471,13 @@ def test_the_other_checkpoints_of_a_run_are_compared(tmp_path):
         if step != 8:  # an incomplete one
             (resume / "progress.json").write_text("{}")
     folder = tmp_path / "run" / "checkpoints" / "step-00000004"
-    names = [path.name for path in fill_module.other_checkpoints(folder)]
+    names = [path.name for path in fill_file.other_checkpoints(folder)]
     # Of 1, 2, 3, 5, 6, 7 the places 0, 1.67, 3.33 and 5.
     assert names == [f"step-{step:08}" for step in (1, 3, 5, 7)]
-    assert fill_module.other_checkpoints(tmp_path / "run") == []
+    assert fill_file.other_checkpoints(tmp_path / "run") == []
     alone = tmp_path / "alone" / "checkpoints" / "step-00000001"
     alone.mkdir(parents=True)
-    assert fill_module.other_checkpoints(alone) == []
+    assert fill_file.other_checkpoints(alone) == []
 
 
 def test_images_are_measured(example, tmp_path):
@@ -558,7 +557,7 @@ def test_copies_of_a_conversation_are_no_further_evidence(records, model, tmp_pa
 
 
 def test_the_test_uses_a_bounded_number_of_tokens(records, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(fill_module, "TEST_TOKENS", 50)
+    monkeypatch.setattr(fill_file, "TEST_TOKENS", 50)
     source = write_records(tmp_path / "in.jsonl", map(without_logprobs, records[:8]))
     report = fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True)
     assert report.test.tokens == 50 < report.filled == report.tokens

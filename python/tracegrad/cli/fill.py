@@ -19,7 +19,7 @@ from tracegrad.cli.args import (
 from tracegrad.data.codes import SERVERS
 from tracegrad.data.sources import expand
 from tracegrad.errors import ArgumentError
-from tracegrad.missing_logprobs.fill import TEXT_UNCERTAINTY
+from tracegrad.missing_logprobs.fill_file import TEXT_UNCERTAINTY
 from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.storage import files
 
