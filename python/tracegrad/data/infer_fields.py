@@ -17,7 +17,7 @@ from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path, sources
 from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
 from tracegrad.data.formats import adapt, is_chunk, is_failed, is_reward_row, only_roots
-from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns, temperatures_of_turns
+from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns
 from tracegrad.data.sessions import calls_of, parse_time, prefix_hashes
 from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
@@ -168,7 +168,7 @@ _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NEVER = re.compile(
     r"token|latency|duration|cost|price|usage|max_|min_|temperature|top_[pk]|seed|created|timestamp|time|penalty|index|"
-    r"\bn$|version|port|^status(_code)?$|^state$|_reason$|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
+    r"\bn$|^choice$|version|port|^status(_code)?$|^state$|_reason$|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
     re.I,
 )
 
@@ -296,7 +296,7 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     linked: dict[str, set[str]] = {}
     calls = CallStatistics("group" in names, "session" in names or bool(field_map.session))
     call_records = other_records = graded_records = 0
-    tokens, wants_tokens = TokenColumns(), "logprobs" in names or "token_ids" in names
+    tokens, wants_tokens = TokenColumns(), bool({"logprobs", "token_ids", "sampling"}.intersection(names))
     for record, roots in _first(source):
         converted = _converted(record, roots)
         is_graded = is_reward_row(record)
@@ -351,9 +351,6 @@ def _count(
     for path, value in itertools.islice(json_path.leaves(fields), json_path.MAX_LEAVES):
         if value is not None and ("reward" in wanted or _may_be_wanted(path, wanted)):
             columns.setdefault(path, _Column()).add(value, times, place)
-    if "sampling" in wanted:
-        for path, value in dict(temperatures_of_turns(part)).items():
-            columns.setdefault(path, _Column()).add(value, times)
     for key, value in fields.items():
         numbers = [json_path.number(each) for each in value.values()] if isinstance(value, dict) else []
         if numbers and None not in numbers and json_path.REWARD.search(key):  # All of its values may be rewards.
@@ -585,8 +582,7 @@ def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate
         evidence = (
             f'{column.count:,} of {count:,} records have a temperature "{path}" ({column.low:g} to {column.high:g})'
         )
-        is_option = last == "temperature" and parent and "*" not in path
-        field_and_path = ("sampling", parent) if is_option else ("temperature", path)
+        field_and_path = ("sampling", parent) if last == "temperature" and parent else ("temperature", path)
         yield Candidate(*field_and_path, evidence, column.count / count - 0.1 * path.count("."))
 
 

@@ -7,19 +7,21 @@ succeeds and gives turns logprobs or ids that they did not have.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from tracegrad.config import FieldMap
-from tracegrad.data import chat, json_path
+from tracegrad.data import json_path
 from tracegrad.data.reader import stream
 from tracegrad.errors import TracegradError
 
 MOST_RECORDS, MOST_NODES, MOST_NUMBERS, TRIED = 200, 8192, 4096, 16
 """Most records, most nodes of one record, most numbers of one list that are searched; records read with the flags."""
 _POSITIVE = 1e-3  # Nats. Rounding can give a certain token a logprob this far above 0.
+TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
+"""Names of fields with a sampling temperature."""
 _LOGPROBS = re.compile(r"log_?p|(^|[._])lps?$|log_?prob|nll", re.I)
 _OTHER_MODEL = re.compile(r"ref|old|teacher|critic|base|proxy|prompt", re.I)
 _IDS = re.compile(r"tok|(^|[._])ids?$|_ids?$", re.I)
@@ -146,6 +148,7 @@ class TokenColumns:
 
     def __init__(self) -> None:
         self._paths: dict[str, _Lists] = {}
+        self._temperatures: dict[str, set[int]] = {}
         self._samples: list[tuple[int, Any]] = []
         self.records = 0
 
@@ -161,6 +164,8 @@ class TokenColumns:
         for path, lists in number_lists(fields).items():
             for numbers in lists:
                 self._paths.setdefault(path, _Lists()).add(self.records, numbers)
+        for path in _temperatures(fields):
+            self._temperatures.setdefault(path, set()).add(self.records)
         self._samples.append((self.records, record))
         self.records += 1
 
@@ -169,18 +174,21 @@ class TokenColumns:
 
         Args:
             field_map: fields that are set.
-            names: "logprobs" and "token_ids", as far as they are wanted.
+            names: "logprobs", "token_ids" and "sampling" (temperatures of turns), as far as they are wanted.
         """
         result = []
         if "logprobs" in names:
             paths = [path for path, lists in self._paths.items() if lists.are_logprobs]
             paths.sort(key=lambda path: (bool(_OTHER_MODEL.search(path)), not _LOGPROBS.search(path), path.count(".")))
             for path in paths[:8]:
-                result += islice(self._checked("logprobs", path, self._with_logprobs(path), field_map), 1)
+                result += islice(self._checked("logprobs", self._with_logprobs(path), field_map), 1)
         if "token_ids" in names and not any("token_ids" in each.paths for each in result):
             for path in self._ids():
                 if _IDS.search(path) and not _PROMPT.search(path):
-                    result += islice(self._checked("token_ids", path, [{"token_ids": path}], field_map), 1)
+                    result += self._checked("token_ids", [{"token_ids": path}], field_map)
+        if "sampling" in names:
+            for path in self._temperatures:
+                result += self._checked("temperature", [{"temperature": path}], field_map)
         return result
 
     def _ids(self) -> list[str]:
@@ -205,30 +213,47 @@ class TokenColumns:
                 yield {"logprobs": path, "token_ids": name, **prompt}
         yield {"logprobs": path}
 
-    def _checked(self, name: str, path: str, choices: Any, field_map: FieldMap) -> Iterator[TokenLists]:
-        """Yield the sets of lists that can be read, and that give turns something that they do not have."""
-        lists = self._paths[path]
-        records = [record for index, record in self._samples if index in lists.lengths][:TRIED]
-        base = field_map.paths()
-        before = _turns(records, base)
+    def _checked(self, name: str, choices: Iterable[dict[str, str]], field_map: FieldMap) -> Iterator[TokenLists]:
+        """Yield the sets of paths that can be read, and that give turns a value of `name` that they do not have."""
         for paths in choices:
-            after = _turns(records, {**base, **paths})
-            gains = after is not None and (before is None or _count(after, name) > _count(before, name))
-            if after is None or not gains or not all(_is_complete(turn) for turn in after):
+            path = paths[name]
+            indices = self._temperatures[path] if name == "temperature" else self._paths[path].lengths.keys()
+            records = [record for index, record in self._samples if index in indices][:TRIED]
+            before, after = (_turns(records, {**field_map.paths(), **flags}) for flags in ({}, paths))
+            if after is None or not all(map(_is_complete, after)):
                 continue
-            yield TokenLists(paths, self._evidence(name, paths, after), len(lists.lengths))
+            if before is None or _count(after, name) > _count(before, name):
+                yield TokenLists(paths, self._evidence(name, paths, after, len(indices)), len(indices))
 
-    def _evidence(self, name: str, paths: Mapping[str, str], turns: list[Any]) -> str:
+    def _evidence(self, name: str, paths: Mapping[str, str], turns: list[Any], count: int) -> str:
+        text = f"{count:,} of {self.records:,} records have "
+        if name == "temperature":
+            return f'{text}temperatures of turns "{paths[name]}"'
         lists = self._paths[paths[name]]
         kind = "numbers" if name == "logprobs" else "whole numbers"
-        text = f'{len(lists.lengths):,} of {self.records:,} records have lists of {kind} "{paths[name]}" '
-        text += f"({lists.count:,} lists, {lists.low:.3g} to {lists.high:.3g})"
-        if name == "logprobs" and "loss_mask" in paths:
+        text += f'lists of {kind} "{paths[name]}" ({lists.count:,} lists, {lists.low:.3g} to {lists.high:.3g})'
+        if "loss_mask" in paths:
             return f'{text}, one for each sampled token of the ids "{paths["token_ids"]}" with a mask'
         if name == "logprobs" and "token_ids" in paths:
             return f'{text}, as long as the ids "{paths["token_ids"]}"'
         has_ids = name == "logprobs" and all(turn.token_ids is not None for turn in turns)
         return f"{text}, as long as the recorded ids" if has_ids else text
+
+
+def _temperatures(record: Mapping[str, Any]) -> set[str]:
+    """Return the paths of temperatures in the objects of messages and calls, with `*` for their index."""
+    items = [(key, item) for key in ("messages", "calls") for item in _items(record, key)]
+    return {
+        f"{key}.*.{path}"
+        for key, item in islice(items, MOST_NODES)
+        for path, value in islice(json_path.leaves(item), MOST_NODES)
+        if TEMPERATURE.search(path) and json_path.number(value) is not None
+    }
+
+
+def _items(record: Mapping[str, Any], key: str) -> list[Any]:
+    items = record.get(key)
+    return [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
 
 
 def _turns(records: list[Any], paths: Mapping[str, str]) -> list[Any] | None:
@@ -258,17 +283,3 @@ def list_as_long_as(record: Any, lengths: Sequence[int]) -> str | None:
             if len(numbers) in lengths and values.are_logprobs:
                 return path
     return None
-
-
-TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
-"""Names of fields with a sampling temperature."""
-
-
-def temperatures_of_turns(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (path, temperature) for each temperature in the objects of messages and calls, with `*` for their index."""
-    for key in ("messages", "calls"):
-        items = record.get(key)
-        for item in items if isinstance(items, list) else ():
-            for path, value in islice(json_path.leaves(chat.as_mapping(item)), MOST_NODES):
-                if TEMPERATURE.search(path) and (number := json_path.number(value)) is not None:
-                    yield f"{key}.*.{path}", number

@@ -75,7 +75,8 @@ def placed(record: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[dict[s
         raise UncertainError("loss_mask", "it is not a list with one entry per id of map.token_ids")
     if isinstance(messages := json_path.parse_json_string(record.get("messages")), list) and messages:
         return {"messages": _messages(messages, values)}, False
-    if isinstance(calls := record.get("calls"), list):
+    calls = record.get("calls")
+    if isinstance(calls, list) and all("choices" in chat.as_mapping(chat.as_mapping(c).get("response")) for c in calls):
         turns = _per_turn(values, range(len(calls)), len(calls), False)
         return {"calls": [_call(call, fields) for call, fields in zip(calls, turns, strict=True)]}, False
     if isinstance(record.get("response"), Mapping) and "choices" in record["response"]:
@@ -160,7 +161,7 @@ def _call(call: Any, fields: Mapping[str, Any], own: Sequence[str] = ()) -> dict
     if not fields:
         return {} if own else call
     if not isinstance(choices, list) or not isinstance(number, int) or number >= len(choices):
-        raise UncertainError(next(iter(fields)), "a call has no response with choices to which it belongs")
+        raise UncertainError(next(iter(fields)), "a call has no response with the choice to which it belongs")
     token_fields = chat.without(fields, "temperature")
     choices = [{**each, **token_fields} if index == number else each for index, each in enumerate(choices)]
     result = {**call, **chat.pick(fields, ["temperature"]), "response": {**response, "choices": choices}}

@@ -1,7 +1,6 @@
 """Run all checks over a file in bounded memory (`diagnose`), and suggest the command to run next."""
 
 import os
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tracegrad import _html, data
+from tracegrad import _html
 from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
-from tracegrad.config import Data, FieldMap, Pack, join_list
+from tracegrad.config import FieldMap
 from tracegrad.data import Progress, infer_fields, stream
-from tracegrad.data.field_map import describe_reward_choice
-from tracegrad.data.infer_fields import Candidates
 from tracegrad.data.sampling import model_defaults
-from tracegrad.data.trace import Traces
 from tracegrad.doctor import (
     checks_dataset,
     checks_images,
@@ -30,160 +26,12 @@ from tracegrad.doctor import (
 )
 from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
+from tracegrad.doctor.next_command import next_command, unspecified_lines
 from tracegrad.doctor.stats import DatasetStats, SpreadSample
 from tracegrad.doctor.trace_batch import TraceBatch, Vocabulary
-from tracegrad.errors import ArgumentError, ExitCode, ReadError, TracegradError
+from tracegrad.errors import ArgumentError, ExitCode, ReadError
 from tracegrad.recipes import Advice
 from tracegrad.storage.files import read_json
-
-SAMPLE = 200
-FIXED_BY_FLAG = ("no_rewards", "lone_traces", "bad_records", "no_logprobs", "nothing_to_train")
-"""Findings that a flag of the suggested command fixes."""
-LOGPROB_FINDINGS = (
-    "raw_at_temperature",
-    "reshaped_sampling",
-    "wrong_tokenizer",
-    "placeholder_ids",
-    "filled_logprobs",
-    "made_up_zeros",
-    "wrong_sum",
-    "impossible_logprobs",
-)
-"""Findings that spoil the logprobs but not the text: an objective without a ratio can still train on it."""
-TEXT = ("--objective", "TOPR_POSITIVE", "--text-only")
-
-
-def next_command(
-    sources: Sequence[str],
-    model: Path,
-    mapping: FieldMap,
-    kind: str | None,
-    findings: Sequence[Finding],
-    stats: DatasetStats,
-    guesses: tuple[Candidates, Sequence[str]],
-    rescored: bool = False,
-    defaults: str | None = None,
-) -> str | None:
-    """Return the command to run next; None if no command would work.
-
-    It is `tracegrad train` in most cases, or `score` if nothing looks like a reward. It is `doctor --check-logprobs` if
-    only bigram counts suggest shifted logprobs. It is `doctor` with a flag if the temperature is stored in a field that
-    is not mapped.
-    """
-    by_name = {finding.name: finding for finding in findings}
-    wrong = {finding.name for finding in findings if finding.severity == Severity.WRONG}
-    fixable = {*FIXED_BY_FLAG, *LOGPROB_FINDINGS, "shifted_logprobs"}
-    if list(sources) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
-        return None
-    candidates, missing = guesses
-    map_flags = [part for name, path in mapping.paths().items() for part in (f"--map.{name}", path)]
-    if "shifted_logprobs" in wrong:
-        options = [
-            *(["--logprob-kind", kind] if kind else []),
-            *(["--sampling-defaults", defaults] if defaults else []),
-        ]
-        return shlex.join(
-            ["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options, "--check-logprobs"]
-        )
-    map_flags += candidates.flags(missing)
-    if "sampling" in missing and {"--map.sampling", "--map.temperature"} & {*map_flags}:
-        # The temperature decides which distribution the logprobs come from, so the doctor must run again with it.
-        options = ["--logprob-kind", kind] if kind else []
-        return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
-    if any(candidates.of(name) for name in ("logprobs", "token_ids") if name in missing):
-        # Most findings depend on the ids and logprobs, so the doctor must run again with them.
-        options = [
-            *(["--logprob-kind", kind] if kind else []),
-            *(["--sampling-defaults", defaults] if defaults else []),
-        ]
-        return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
-    no_logprobs = by_name["no_logprobs"].hits if "no_logprobs" in by_name else None
-    foreign_ids = by_name["wrong_tokenizer"].hits if "wrong_tokenizer" in wrong else None
-    text_only = no_logprobs is not None and no_logprobs.count == no_logprobs.total
-    text_only = text_only or bool(wrong.intersection(LOGPROB_FINDINGS) - {"wrong_tokenizer"})
-    text_only = text_only or (foreign_ids is not None and foreign_ids.count * 2 > foreign_ids.total)
-    if not stats.traces:
-        if not (sample := _sample(sources, map_flags)):
-            return None
-        turns = [turn for trace in sample for turn in trace.generations]
-        text_only = all(turn.logprobs is None and turn.filled_logprobs is None for turn in turns)
-    elif "nothing_to_train" in wrong and not (foreign_ids and text_only):
-        return None
-    if "reward" in missing and "--map.reward" not in map_flags:
-        score_flags = [
-            "--reward",
-            "mine.py:right",
-            "--reward-input",
-            "text",
-            "--out",
-            "scored.jsonl",
-            "--model",
-            str(model),
-        ]
-        skip = ["--on-error", "skip"] if stats.read.bad else []
-        return shlex.join(["tracegrad", "score", *sources, *map_flags, *score_flags, *skip])
-    flags = [*map_flags, *_reward_flag(stats), *(TEXT if text_only else ())]
-    if ("lone_traces" in wrong or "group" in missing) and "--map.group" not in map_flags:
-        flags += ["--advantage.baseline", "batch_mean"]
-    elif "lone_traces" in by_name or any(candidate.partial for candidate in candidates.best(missing)):
-        flags += ["--advantage.single_sample_group", "zero"]
-    partly = (no_logprobs is not None or foreign_ids is not None) and not text_only
-    if stats.traces and (stats.read.bad or stats.unaligned or partly):
-        flags += ["--on-error", "skip"]
-    if "equal_rewards" in by_name and not _can_hold_out(by_name["equal_rewards"].hits):
-        flags += ["--data.holdout", "0"]
-    if stats.longest_branch > Pack().tokens_per_row:
-        flags += ["--pack.tokens_per_row", str(-(-stats.longest_branch // 1024) * 1024)]
-    if not text_only and (kind is not None or stats.unknown_logprob_kind):
-        flags += ["--logprob-kind", kind or "raw"]
-    flags += ["--sampling-defaults", defaults] if defaults == "model" else []
-    return shlex.join(["tracegrad", "train", *sources, "--model", str(model), "--out", "runs/first", *flags])
-
-
-def _can_hold_out(equal: Hits) -> bool:
-    """Return whether groups with differing rewards remain for training after the default share is held out."""
-    return equal.total - equal.count > max(round(Data().holdout * equal.total), 1)
-
-
-def _reward_flag(stats: DatasetStats) -> list[str]:
-    """Return the flag that selects rewards if there are several and none of them is the total.
-
-    It selects the first reward that differs between traces. Traces that never have it, such as those of another task,
-    use the first of their own.
-    """
-    spans, chosen = stats.rewards.spans, list[str]()
-    varying = [name for name, (low, high) in spans.items() if low < high]
-    for name in varying:
-        overlaps = any(name in names and set(chosen) & set(names) for names in stats.rewards.together)
-        if not (chosen and overlaps):
-            chosen.append(name)
-    return ["--data.reward", join_list(chosen)] if "reward" not in spans and len(spans) > 1 and varying else []
-
-
-def unspecified_lines(stats: DatasetStats) -> list[str]:
-    """Return lines about what the records leave open: which reward to train on, and the kind of the logprobs."""
-    lines = []
-    if flag := _reward_flag(stats):
-        spans = list(stats.rewards.spans.items())[:8]
-        names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
-        lines.append(f"guess    several rewards and no total, {names}: {shlex.join(flag)}")
-    lines += describe_reward_choice(list(stats.rewards.spans))
-    if stats.unknown_logprob_kind:
-        kinds = "--logprob-kind raw, vLLM's default, or processed"
-        lines.append(f"guess    {stats.unknown_logprob_kind:,} turns do not record their logprob kind: {kinds}")
-    return lines
-
-
-def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
-    """Return the first traces, read with these flags but not joined into sessions; None if they cannot be read."""
-    pairs = dict(zip(flags[::2], flags[1::2], strict=True))
-    mapping = {name.removeprefix("--map."): path for name, path in pairs.items()}
-    unjoined = {name: path for name, path in mapping.items() if name not in ("session", "order")}
-    try:
-        return data.concatenate(data.stream(list(named), map=unjoined, on_error="skip", limit=SAMPLE))
-    except TracegradError:
-        return None
-
 
 BATCH = 128
 SHOWN = 10
@@ -450,7 +298,7 @@ def diagnose(
     if not stats.without_temperature and not guesses.of("logprobs"):
         missing = [name for name in missing if name != "sampling"]  # The temperature of text does not matter.
     context = (map, logprob_kind, findings, stats, (guesses, missing), bool(comparison), sampling_defaults)
-    following = next_command(paths, model, *context)
+    following = next_command(paths, model, tokenizer, *context)
     if server_profile and following and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
     totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
