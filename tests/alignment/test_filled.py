@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracegrad as tg
-from tracegrad.alignment.mismatch import count_inexact
+from tracegrad.alignment.mismatch import count_inexact, describe_inexact
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import FILLED, LEVELS, TEXT_ONLY
 from tracegrad.data.sampling import options_on
@@ -278,6 +278,10 @@ def test_inexact_and_filled_tokens_are_counted_apart():
     assert count_inexact(10, 6, {"T0": {"tokens": 6}, "T7": {"tokens": 3}}) == (1, 3)
     assert count_inexact(10, 6, {"T0": {"tokens": 6}}) == (4, 0)
     assert count_inexact(10, 9, {"T7": {"tokens": 3}}) == (0, 1)
+    assert (
+        "0 % of 10 recorded" in (said := describe_inexact(10, 9, {"T7": {"tokens": 3}})) and "of 1 are filled" in said
+    )
+    assert describe_inexact(10, 6, {}) == "40 % of 10 recorded tokens have no exact id and logprob."
 
 
 def test_the_advice_counts_filled_tokens(tokenizer):

@@ -164,3 +164,14 @@ def count_inexact(recorded: int, exact: int, levels: Mapping[str, Mapping[str, i
     """
     filled = min(levels.get(LEVELS[FILLED], {}).get("tokens", 0), recorded - exact)
     return recorded - exact - filled, filled
+
+
+def describe_inexact(recorded: int, exact: int, levels: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a sentence about the recorded tokens of `count_inexact`, and one about those with a filled logprob.
+
+    >>> describe_inexact(10, 6, {"T0": {"tokens": 6}, "T7": {"tokens": 3}})
+    '10 % of 10 recorded tokens have no exact id and logprob. The logprobs of 3 are filled: they were measured later.'
+    """
+    inexact, filled = count_inexact(recorded, exact, levels)
+    sentence = f"{_html.percent(inexact / recorded)} of {recorded:,} recorded tokens have no exact id and logprob."
+    return f"{sentence} The logprobs of {filled:,} are filled: they were measured later." if filled else sentence

@@ -13,7 +13,7 @@ LEVEL_TEXT = {
     "T4": "canonical tokens of the text: assumed, the count fits",
     "T5": "canonical tokens of the message: assumed, the count fits",
     "T6": "text only: no ratio",
-    "T7": "logprob measured afterwards by `tracegrad fill`, not recorded",
+    "T7": "logprob not recorded: tracegrad fill measured it later",
 }
 """Meaning of each alignment level."""
 MISMATCH_TEXT = {

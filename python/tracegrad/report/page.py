@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tracegrad._html import escape, number, percent
-from tracegrad.alignment.mismatch import count_inexact
+from tracegrad.alignment.mismatch import describe_inexact
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import LEVEL_TEXT
 from tracegrad.errors import ReadError
@@ -274,14 +274,7 @@ def _curves(rows: Rows) -> str:
 def _alignment(counts: TraceCounts, part: str | None) -> str:
     levels = [[name, LEVEL_TEXT.get(name, ""), *numbers.values()] for name, numbers in counts.levels.items()]
     mismatches = [[reason, *numbers.values()] for reason, numbers in counts.mismatches.items()]
-    inexact, filled = count_inexact(counts.recorded, counts.exact, counts.levels)
-    rate = inexact / counts.recorded if counts.recorded else 0.0
-    more = f" {filled:,} more have a filled logprob, measured afterwards." if filled else ""
-    exact = (
-        f"<p>{percent(rate)} of {counts.recorded:,} recorded tokens are without an exact id and logprob.{more}</p>"
-        if counts.recorded
-        else ""
-    )
+    exact = f"<p>{describe_inexact(counts.recorded, counts.exact, counts.levels)}</p>" if counts.recorded else ""
     level_heads = ("alignment level", "meaning", "tokens", "trainable tokens", "turns")
     mismatch_heads = ("mismatch", "count", "traces", "tokens")
     return (

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tracegrad import config, metrics, recipes
-from tracegrad._html import escape, number, percent
-from tracegrad.alignment.mismatch import count_inexact
+from tracegrad._html import escape, number
+from tracegrad.alignment.mismatch import describe_inexact
 from tracegrad.data.codes import FILLED, LEVELS
 from tracegrad.errors import TracegradError
 from tracegrad.report.charts import Rows, as_number, curves, is_online_step, overlay_curves
@@ -222,10 +222,8 @@ def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
     recorded, exact = as_number(summary.get("recorded")), as_number(summary.get("exact"))
     if not recorded or exact is None:
         return ""
-    inexact, filled = count_inexact(int(recorded), int(exact), {LEVELS[FILLED]: {"tokens": int(tokens or 0)}})
-    more = f" {filled:,} more have a filled logprob, measured afterwards." if filled > 0 else ""
-    share = percent(inexact / recorded)
-    return f"<p>{escape(name)}: {share} of {int(recorded):,} recorded tokens have no exact id and logprob.{more}</p>"
+    sentence = describe_inexact(int(recorded), int(exact), {LEVELS[FILLED]: {"tokens": int(tokens or 0)}})
+    return f"<p>{escape(name)}: {sentence}</p>"
 
 
 def _count(counts: Any, key: str) -> str:
