@@ -25,6 +25,7 @@ NOT_RUN = {
     "how-to/online-processes.md": 1,
     "how-to/online.md": 1,
     "how-to/prepare-with-your-engine.md": 1,
+    "how-to/receive.md": 1,
     "how-to/skyrl.md": 1,
     "how-to/train-on-several-machines.md": 1,
     "how-to/trl-rollouts.md": 1,
