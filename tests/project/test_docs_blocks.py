@@ -25,7 +25,6 @@ NOT_RUN = {
     "how-to/online-processes.md": 1,
     "how-to/online.md": 1,
     "how-to/prepare-with-your-engine.md": 1,
-    "how-to/receive.md": 1,
     "how-to/skyrl.md": 1,
     "how-to/train-on-several-machines.md": 1,
     "how-to/trl-rollouts.md": 1,
@@ -50,7 +49,8 @@ def folder(tmp_path_factory):
     (there / "model").symlink_to(EXAMPLE / "model")
     (there / "examples").symlink_to(ROOT / "examples")
     (there / "mine.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")
-    shutil.copytree(there / "logs", there / "rollouts")
+    for name in ("rollouts", "received"):
+        shutil.copytree(there / "logs", there / name)
     (there / "grpo.yaml").write_text("epsilon_high: 0.28\n")
     (there / "resolved.yaml").write_text("actor_rollout_ref:\n  actor:\n    clip_ratio_high: 0.28\n")
     (there / "train.json").write_text('{"epsilon": 0.2}')
