@@ -15,6 +15,7 @@ from typing import Any
 
 from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path, sources
+from tracegrad.data.batches import Batches, is_batch_line
 from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
 from tracegrad.data.formats import adapt, is_chunk, is_failed, is_reward_row, only_roots
 from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns
@@ -458,17 +459,28 @@ def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, 
 
 
 def _first(source: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the first records, parsed, with the result of `only_roots` for their source."""
+    """Yield the first records, parsed, with the result of `only_roots` for their source.
+
+    Lines of a batch come last, and answers have their requests if both are among the first lines of their files.
+    """
     byte_count = count = 0
+    joined = Batches([])
     for opened_source in _opened(source, sources.Options(on_error="skip")):
         with contextlib.suppress(TracegradError):  # The reader reports errors.
             roots = only_roots(opened_source.head())
-            for chunk in opened_source.records():
-                for _, raw in chunk:
-                    yield parse_record(raw), roots
-                    byte_count, count = byte_count + len(raw), count + 1
-                    if count >= RECORDS or byte_count >= BYTES:
-                        return
+            raws = (raw for chunk in opened_source.records() for _, raw in chunk)
+            for raw in itertools.islice(raws, RECORDS):
+                record, byte_count = parse_record(raw), byte_count + len(raw)
+                if is_batch_line(record):
+                    with contextlib.suppress(BadValueError):
+                        joined.add(0, 0, raw, record)
+                else:
+                    yield record, roots
+                    count += 1
+                if count >= RECORDS or byte_count >= BYTES:
+                    return
+    for line in joined.join():
+        yield parse_record(line.raw), False
 
 
 def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from tracegrad import _core
 from tracegrad.config import FieldMap
 from tracegrad.data import chat, formats, sources
+from tracegrad.data.batches import Batches, is_batch_line
 from tracegrad.data.field_map import BadValueError, Mapper, append_fields, parse_record, prompt_group
 from tracegrad.data.formats.registry import RetryWithAdapters
 from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
@@ -340,6 +341,7 @@ class InputStream(Iterator[Traces]):
         self._mapper = Mapper(field_map)
         self._adapted = formats.RecordConverter()
         self._sessions: Sessions | None = None
+        self._batches: Batches | None = None
         self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._object = resolve(source)
@@ -393,7 +395,7 @@ class InputStream(Iterator[Traces]):
             records_without_call=dict(self._adapted.empty),
             left_out=dict(self._adapted.left_out),
             mapper=mapper_counts(self._mapper),
-            sessions=self._sessions.lines() if self._sessions else [],
+            sessions=[line for each in (self._batches, self._sessions) if each for line in each.lines()],
         )
 
     def _read_all(self) -> Iterator[Traces]:
@@ -414,6 +416,8 @@ class InputStream(Iterator[Traces]):
                 break
         if self._bare_errors and len(self._bare_errors) == len(self._places) and not self._is_part:
             raise self._bare_errors[0]
+        if self._batches is not None:
+            yield from self._of_batches(self._batches)
         if not self._is_part:
             self._mapper.check()
         if self._sessions is not None:
@@ -424,6 +428,7 @@ class InputStream(Iterator[Traces]):
     def _read_source(self, source: Source, number: int) -> Iterator[Traces]:
         head = source.head()
         adapts = self._options.format == "auto" and formats.needs_adapter(head, source.name)
+        adapts = adapts or (self._joins_batches and any(is_batch_line(parse_record(each)) for each in head))
         if not self._field_map.paths() and not adapts:
             yield from self._directly_read(source, number)
             return
@@ -433,8 +438,33 @@ class InputStream(Iterator[Traces]):
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
         yield from self._decoded(source, (row for record in gather.flush() for row in self._mapped(number, *record)))
-        if self._sessions is None:
+        if self._sessions is None and self._batches is None:
             source.finish()
+
+    @property
+    def _joins_batches(self) -> bool:
+        """Whether lines of a batch are joined: if several inputs are named, and their form is not set."""
+        return len(self._places) > 1 and self._options.format == "auto"
+
+    def _of_batches(self, joined: Batches) -> Iterator[Traces]:
+        """Yield the answers of batches with their requests, or add them to the sessions."""
+        decoders: dict[int, Any] = {}
+        count = 0
+        for each in joined.join():
+            record = parse_record(each.raw)
+            if rows := self._mapped(each.place, each.line, each.raw, each.raw, record):
+                if each.place not in decoders:
+                    decoders[each.place] = self._decoder(each.place, "-batch")
+                core = decoders[each.place].decode(rows)
+                count += len(core)
+                yield self._grouped(Traces(core))
+            if self._options.limit is not None and count >= self._options.limit:
+                break
+        self._add_reports(decoders.values())
+
+    def _add_reports(self, decoders: Iterable[Any]) -> None:
+        for decoder in decoders:
+            self._finished = add_reports(self._finished, replace(ReadReport(**decoder.report()), bytes=0))
 
     def _directly_read(self, source: Source, number: int) -> Iterator[Traces]:
         """Yield traces decoded by the core without conversion.
@@ -475,6 +505,10 @@ class InputStream(Iterator[Traces]):
         if formats.is_chunk(record):
             return [row for merged in gather.add(line, raw, record) for row in self._mapped(number, *merged)]
         try:
+            if self._joins_batches and is_batch_line(record):
+                self._batches = self._batches or Batches([place.name for place in self._places])
+                self._batches.add(number, line, raw, record)
+                return []
             converted = self._adapted.adapt(record, len(raw), name, line)
         except BadValueError as unfit:
             return [(line, raw, unfit.args[0])]
@@ -544,8 +578,7 @@ class InputStream(Iterator[Traces]):
             yield self._grouped(Traces(core))
             if self._options.limit is not None and count >= self._options.limit:
                 break
-        for decoder in decoders.values():
-            self._finished = add_reports(self._finished, replace(ReadReport(**decoder.report()), bytes=0))
+        self._add_reports(decoders.values())
         sessions.close()
 
     def _decoder(self, number: int, end: str) -> Any:

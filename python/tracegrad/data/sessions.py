@@ -17,6 +17,7 @@ from typing import Any
 from tracegrad import _core
 from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path
+from tracegrad.data.batches import as_call
 from tracegrad.data.field_map import MOST_BYTES, BadValueError, append_fields, parse_record
 from tracegrad.data.sources import JsonOrRefusal, Row
 from tracegrad.data.trace import Line, Trace
@@ -39,6 +40,7 @@ def calls_of(record: Any) -> list[dict[str, Any]] | None:
     """
     if not isinstance(record, Mapping):
         return None
+    record = as_call(record)
     calls = record.get("calls")
     if isinstance(calls, list):
         return [dict(call) for call in calls] if all(isinstance(call, Mapping) for call in calls) else None

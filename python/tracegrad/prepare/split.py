@@ -1,5 +1,6 @@
 """Split inputs into parts by content, so that any number of workers writes the same folder."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,11 +8,12 @@ from itertools import pairwise
 from typing import Any, BinaryIO
 
 from tracegrad.config import FieldMap
+from tracegrad.data.batches import is_batch_line
 from tracegrad.data.field_map import parse_record
 from tracegrad.data.formats import is_chunk
 from tracegrad.data.read_options import MAX_RECORD_BYTES, Options
 from tracegrad.data.reader import open_part
-from tracegrad.data.sources import Place, expand
+from tracegrad.data.sources import Place, expand, open_place
 from tracegrad.errors import ReadError, TracegradError
 
 _BLOCK = 8 << 20
@@ -201,7 +203,11 @@ def split_inputs(
     """
     field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
-    if reason := _reason_not_cut(places, field_map):
+    reason = _reason_not_cut(places, field_map)
+    may_be_cut = reason is None and len(places) > 1 and _size(places) > part_bytes
+    if may_be_cut and any(_has_batch_lines(place) for place in places):
+        reason = "the lines of a batch are joined by custom_id over all inputs"
+    if reason:
         return [Part(0, tuple(places), is_only=True)], reason if _size(places) > part_bytes else None
     parts: list[list[Place]] = [[]]
     for place in places:
@@ -220,6 +226,13 @@ def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str | None:
     if any(not _can_reread(place) for place in places):
         return "a pipe can be read only once"
     return None
+
+
+def _has_batch_lines(place: Place) -> bool:
+    """Return whether the first records of an input are lines of a batch API, whose other side is another input."""
+    with contextlib.suppress(TracegradError):
+        return any(is_batch_line(parse_record(record)) for record in open_place(place, Options()).head())
+    return False
 
 
 def _can_reread(place: Place) -> bool:
