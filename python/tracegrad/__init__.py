@@ -34,6 +34,7 @@ from tracegrad.alignment.conversation import Conversation
 from tracegrad.alignment.sequences import AlignmentReport, Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data import FieldMap, read, stream
+from tracegrad.data.to_otlp import write_spans
 from tracegrad.data.trace import Trace, Traces, strip_logprobs, write
 from tracegrad.errors import TracegradError
 from tracegrad.objective import presets
@@ -109,6 +110,7 @@ __all__ = [
     "trainer",
     "weight_sync",
     "write",
+    "write_spans",
 ]
 
 

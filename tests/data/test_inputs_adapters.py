@@ -146,9 +146,6 @@ EXAMPLES = {
         {"steps": [{"asked": [USER], "raw": {"choices": CHOICES[:1]}}, {"asked": [USER] * 2, "message": SAID}]},
     ],
     "span": [{"name": "chain", "context": {"trace_id": "a"}, "parent_id": None, "score": 1}, {"object": "trace"}],
-    "spans_of_several": [
-        {"resourceSpans": [{"resource": {}, "scopeSpans": [{"spans": [of_trace("a"), of_trace("b")]}]}]}
-    ],
     "export": [{"version": 1, "entries": [{"messages": [USER], "answer": {"choices": CHOICES[:1]}}] * 2}],
 }
 

@@ -17,9 +17,18 @@ from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path, sources
 from tracegrad.data.batches import Batches, is_batch_line
 from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
-from tracegrad.data.formats import adapt, is_chunk, is_failed, is_reward_row, only_roots
+from tracegrad.data.formats import (
+    adapt,
+    is_chunk,
+    is_failed,
+    is_reward_row,
+    is_spans,
+    only_roots,
+    span_calls,
+    span_containers,
+)
 from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns
-from tracegrad.data.sessions import calls_of, parse_time, prefix_hashes
+from tracegrad.data.sessions import calls_of, prefix_hashes
 from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError
@@ -296,9 +305,17 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     other_columns: dict[str, _Column] = {}
     linked: dict[str, set[str]] = {}
     calls = CallStatistics("group" in names, "session" in names or bool(field_map.session))
+    spans = SpanStatistics()
     call_records = other_records = graded_records = 0
     tokens, wants_tokens = TokenColumns(), bool({"logprobs", "token_ids", "sampling"}.intersection(names))
     for record, roots in _first(source):
+        if (found := _spans(record)) is not None:
+            for kind, span in found:
+                spans.add(kind, span)
+            call = next((span for kind, span in found if kind == span_calls.CALL), None)
+            if wants_tokens and call is not None:
+                tokens.add(record, call)
+            continue
         converted = _converted(record, roots)
         is_graded = is_reward_row(record)
         if is_graded or (converted == [] and isinstance(record, dict)):
@@ -337,11 +354,79 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     for lists in tokens.find(field_map, names):
         (name, path), *also = lists.paths.items()
         candidates.append(Candidate(name, path, lists.evidence, lists.records / tokens.records, tuple(also)))
+    candidates += spans.candidates(field_map.session)
+    call_records, joined = call_records + spans.calls.calls, joined + spans.continued
     fields = {*names, *(_ALTERNATIVES[name] for name in names if name in _ALTERNATIVES)}
     guesses = sorted((each for each in candidates if each.field in fields), key=lambda each: -each.rank)
     return Candidates(
         call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in names else ()
     )
+
+
+def _spans(record: Any) -> list[tuple[str, dict[str, Any]]] | None:
+    """Return the spans of a record with their kinds, without those that the reader refuses; None for other records."""
+    if not is_spans(record):
+        return None
+    converted = []
+    with contextlib.suppress(BadValueError):
+        for span in span_containers.spans_of(record) or ():
+            with contextlib.suppress(BadValueError):
+                converted.append(span_calls.convert(span))
+    return converted
+
+
+class SpanStatistics:
+    """Statistics of the first spans, which the reader joins by their trace ids.
+
+    A value counts once for each trace, whatever the span that has it: it belongs to the conversation of its trace.
+    """
+
+    def __init__(self) -> None:
+        self.calls = CallStatistics(groups=True, sessions=True)
+        self.continued = 0
+        """Number of calls that continue a call of another trace."""
+        self._columns: dict[str, _Column] = {}
+        self._traces: dict[str, None] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._ends: dict[bytes, str] = {}
+
+    def add(self, kind: str, span: dict[str, Any]) -> None:
+        """Count a span. Only attributes that no convention defines for something else may be a reward or a group."""
+        trace = str(span["context"]["trace_id"])
+        attributes = {name: value for name, value in span["attributes"].items() if not _DEFINED.search(name)}
+        others = {name: value for name, value in span.items() if name not in _SPAN_FIELDS}
+        fields = {"attributes": attributes, **others}
+        if len(self._traces) < RECORDS:
+            self._traces[trace] = None
+        if kind == span_calls.CALL:
+            self.calls.add(span, [span])
+            before, end = prefix_hashes(span)
+            self.continued += any(self._ends.get(digest, trace) != trace for digest in before)
+            self._ends |= {} if end is None else {end: trace}
+        for path, value in itertools.islice(json_path.leaves(without_conversation(fields)), json_path.MAX_LEAVES):
+            if value is not None and trace in self._traces and (trace, path) not in self._seen:
+                self._seen.add((trace, path))
+                self._columns.setdefault(path, _Column()).add(value)
+
+    def candidates(self, session: str) -> Iterator[Candidate]:
+        """Yield guesses for the reward and the group, and for the session if traces continue one another."""
+        count = len(self._traces)
+        columns = {path: column for path, column in self._columns.items() if not _SPAN_SESSION.search(path)}
+        for each in (*_rewards(columns, count), *_groups(columns, count, self.calls, session or span_containers.TRACE)):
+            yield replace(each, evidence=each.evidence.replace(" records ", " traces "))
+        for path, column in self._columns.items():
+            if self.continued and _SPAN_SESSION.search(path) and len(column.values) < column.count:
+                evidence = f'{column.count:,} of {count:,} traces have "{path}", of {len(column.values):,} values'
+                yield Candidate("session", path, evidence, 2 * column.count / count)
+
+
+_SPAN_FIELDS = ("name", "context", "parent_id", "start_time", "events", "status", "attributes", "is_cut", *chat.PARTIAL)
+_SPAN_SESSION = re.compile(r"\b(session|conversation|thread)[._]?id$", re.I)
+_DEFINED = re.compile(
+    r"^(input|output|llm|retrieval|reranker|embedding|document|tool|http|url|server|client|network|mlflow|openinference)"
+    r"[._]|^gen_ai\.(?!conversation\.id$)|(^|[._])(annotations|evaluations)\.\d"
+)
+"""Names of attributes that conventions define, and that are no rewards. Annotations are read as `scores`."""
 
 
 def _count(
@@ -624,6 +709,6 @@ def _order_of(columns: dict[str, _Column]) -> tuple[tuple[str, str], ...]:
         last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
         if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
             continue
-        if all(json_path.number(value) is not None or parse_time(value) is not None for value in sample):
+        if all(json_path.number(value) is not None or json_path.parse_time(value) is not None for value in sample):
             return (("order", path),)
     return ()

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 DEEPEST = 8
@@ -231,3 +232,12 @@ def parse_version(value: Any) -> int | None:
         return value if value >= 0 else None
     match = _VERSION.fullmatch(value) if isinstance(value, str) else None
     return int(match[1]) if match else None
+
+
+def parse_time(text: str) -> float | None:
+    """Parse an ISO 8601 time into seconds since 1970. A time without a zone is UTC. None if it is not a time."""
+    try:
+        time = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+    except ValueError:
+        return None
+    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()

@@ -23,6 +23,7 @@ from tracegrad.data.formats.registry import RetryWithAdapters
 from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.data.sessions import Sessions
 from tracegrad.data.sources import Place, Row, Source, resolve, without_empty_files
+from tracegrad.data.span_sessions import SpanSessions
 from tracegrad.data.trace import Line, ReadReport, Traces, add_reports
 from tracegrad.errors import CODE, ArgumentError, ReadError, TracegradError
 from tracegrad.progress import Heartbeat, ProgressPrinter, progress_line
@@ -342,6 +343,7 @@ class InputStream(Iterator[Traces]):
         self._adapted = formats.RecordConverter()
         self._sessions: Sessions | None = None
         self._batches: Batches | None = None
+        self._spans: SpanSessions | None = None
         self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._object = resolve(source)
@@ -395,7 +397,9 @@ class InputStream(Iterator[Traces]):
             records_without_call=dict(self._adapted.empty),
             left_out=dict(self._adapted.left_out),
             mapper=mapper_counts(self._mapper),
-            sessions=[line for each in (self._batches, self._sessions) if each for line in each.lines()],
+            sessions=[
+                line for each in (self._batches, self._sessions, self._spans) if each for line in each.lines()
+            ],
         )
 
     def _read_all(self) -> Iterator[Traces]:
@@ -420,8 +424,9 @@ class InputStream(Iterator[Traces]):
             yield from self._of_batches(self._batches)
         if not self._is_part:
             self._mapper.check()
-        if self._sessions is not None:
-            yield from self._joined(self._sessions)
+        for sessions in (self._sessions, self._spans):
+            if sessions is not None:
+                yield from self._joined(sessions)
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -438,7 +443,7 @@ class InputStream(Iterator[Traces]):
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
         yield from self._decoded(source, (row for record in gather.flush() for row in self._mapped(number, *record)))
-        if self._sessions is None and self._batches is None:
+        if self._sessions is None and self._batches is None and self._spans is None:
             source.finish()
 
     @property
@@ -504,6 +509,9 @@ class InputStream(Iterator[Traces]):
         record = parse_record(raw)
         if formats.is_chunk(record):
             return [row for merged in gather.add(line, raw, record) for row in self._mapped(number, *merged)]
+        if formats.is_spans(record):
+            self._spans = self._spans or SpanSessions(self._field_map, [place.path for place in self._places])
+            return self._spans.add_spans(number, line, raw, record, self._mapper)
         try:
             if self._joins_batches and is_batch_line(record):
                 self._batches = self._batches or Batches([place.name for place in self._places])

@@ -11,7 +11,6 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from typing import Any
 
 from tracegrad import _core
@@ -168,7 +167,7 @@ def _call(call: Any) -> list[Any]:
 
 
 _SHARED_FIELDS = ("group", "id", "model", "tools", "template_kwargs", "chat_template_kwargs", "metadata")
-_REWARD_FIELDS = ("reward", "rewards")
+REWARD_FIELDS = ("reward", "rewards")
 _CALL_FIELDS = (*chat.SAMPLING, "logprob_kind", "policy_version", "sampling_defaults")
 _NO_CALL = (
     "Only single calls can be joined: a request with its response, or messages that end with the answer",
@@ -183,8 +182,11 @@ _TOO_LONG = (
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """Index entry of a record: its position in the temporary file, and the values by which it is joined."""
+class Entry:
+    """Index entry of a record: its position in the temporary file, and the values by which it is joined.
+
+    `trace`, `span`, `choice` and `response` are those of a span; `response` is the id of the response.
+    """
 
     place: int
     line: Line
@@ -195,9 +197,13 @@ class _Entry:
     before: tuple[bytes, ...] = ()
     end: bytes | None = None
     silent: bool = False
+    trace: str = ""
+    span: str = ""
+    choice: int = 0
+    response: str | None = None
 
 
-_Part = tuple[_Entry, bytes, Any]
+Part = tuple[Entry, bytes, Any]
 """(index entry, JSON bytes, parsed record)."""
 
 
@@ -227,13 +233,14 @@ class Sessions:
     differing_rewards: int = 0
     records_without_call: int = 0
     split_off: int = 0
-    _keyed: dict[tuple[str, int], list[_Entry]] = field(default_factory=dict)
-    _free: list[_Entry] = field(default_factory=list)
+    _keyed: dict[tuple[str, int], list[Entry]] = field(default_factory=dict)
+    _free: list[Entry] = field(default_factory=list)
     _size: int = 0
     _origin: tuple[int, Line, str] | None = None
     _choice: int = 0
 
     def __post_init__(self) -> None:
+        self.by = self.field_map.session
         self._file = tempfile.TemporaryFile(prefix="tracegrad-sessions-")  # noqa: SIM115
 
     def add(
@@ -253,16 +260,14 @@ class Sessions:
             BadValueError: if a value of `order` or `session` has the wrong type.
         """
         by_prefix = self.field_map.session == "prefix"
-        key = None if by_prefix else _key(record, self.field_map.session)
+        key = None if by_prefix else key_of(record, self.field_map.session)
         if silent:
             if key is not None:
-                values = {**chat.pick(record, _REWARD_FIELDS), **header}
-                self._keyed.setdefault((key, 0), []).append(
-                    _Entry(place, line, self._size, 0, 0.0, values, silent=True)
-                )
+                values = {**chat.pick(record, REWARD_FIELDS), **header}
+                self._keyed.setdefault((key, 0), []).append(Entry(place, line, self._size, 0, 0.0, values, silent=True))
                 self.records_without_call += 1
             return
-        order = _order(record, self.field_map.order) if self.field_map.order else 0.0
+        order = order_of(record, self.field_map.order) if self.field_map.order else 0.0
         before, end = (), None
         if by_prefix and (calls := calls_of(record)):
             hashes, end = prefix_hashes(calls[-1])
@@ -272,7 +277,7 @@ class Sessions:
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
             self._origin = place, line, key
         self._file.write(raw)
-        entry = _Entry(place, line, self._size, len(raw), order, header, before, end)
+        entry = Entry(place, line, self._size, len(raw), order, header, before, end)
         self._size += len(raw)
         self.records += 1
         (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
@@ -280,7 +285,7 @@ class Sessions:
     def join(self) -> Iterator[Joined]:
         """Yield every session as one record."""
         if self.field_map.session == "prefix":
-            sessions: list[tuple[str | None, list[_Entry]]] = [(None, group) for group in self._chains()]
+            sessions: list[tuple[str | None, list[Entry]]] = [(None, group) for group in self._chains()]
         else:
             keyed = ((f"{key}-{choice}" if choice else key, group) for (key, choice), group in self._keyed.items())
             sessions = [*keyed, *((None, [entry]) for entry in self._free)]
@@ -292,7 +297,7 @@ class Sessions:
             side_headers = [entry.header for entry in entries if entry.silent]
             yield from self._joined(key, self._in_order(calls), side_headers)
 
-    def _in_order(self, entries: list[_Entry], before: bool = False) -> list[_Entry]:
+    def _in_order(self, entries: list[Entry], before: bool = False) -> list[Entry]:
         """Sort records by the field map's `order`, then by the numbers in their file names, then by position.
 
         With `before`, shorter conversations come before longer ones that may continue them.
@@ -305,18 +310,22 @@ class Sessions:
         is_numbered = len({words for words, _ in keys.values()}) == 1
         number = {place: numbers if is_numbered else () for place, (_, numbers) in keys.items()}
 
-        def key(entry: _Entry) -> tuple[Any, ...]:
+        def key(entry: Entry) -> tuple[Any, ...]:
             return entry.order, len(entry.before) if before else 0, number.get(entry.place, ()), entry.offset
 
         return sorted(entries, key=key)
+
+    def owner(self, entry: Entry) -> str | None:
+        """Return what a call belongs to if that is not the main conversation, such as a tool; None if it is unknown."""
+        return None
 
     def close(self) -> None:
         """Close the temporary file."""
         self._file.close()
 
-    def _chains(self) -> list[list[_Entry]]:
+    def _chains(self) -> list[list[Entry]]:
         """Join each call to the session whose end is the longest prefix of its messages."""
-        sessions: list[list[_Entry]] = []
+        sessions: list[list[Entry]] = []
         ends: dict[bytes, list[int]] = {}
         for entry in self._in_order(self._free, before=True):
             prefix = next((digest for digest in reversed(entry.before) if digest in ends), None)
@@ -331,23 +340,22 @@ class Sessions:
                 ends.setdefault(entry.end, []).append(number)
         return sorted(sessions, key=lambda session: min(entry.offset for entry in session))
 
-    def _joined(
-        self, key: str | None, entries: list[_Entry], side_headers: list[Mapping[str, Any]]
-    ) -> Iterator[Joined]:
+    def _joined(self, key: str | None, entries: list[Entry], side_headers: list[Mapping[str, Any]]) -> Iterator[Joined]:
         """Join the calls of one session.
 
         A record that is not a call, or that the core refuses, is refused at its own line; the others are still joined.
         """
         texts = [(entry, self._text(entry)) for entry in entries]
         calls = [(entry, text, parse_record(text)) for entry, text in texts]
-        side_calls: list[list[_Part]] = []
+        side_calls: list[list[Part]] = []
         if len(calls) > 1:
             calls, others = _partition(calls, lambda part: calls_of(part[2]) is not None)
             for entry, text, record in others:
                 keys = ", ".join(list(map(str, record))[:8]) or "none"
                 reason = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
                 yield entry.place, (entry.line, text, reason)
-            calls, *side_calls = _without_side_calls(calls) if calls and key is not None else [calls]
+            owners = [self.owner(entry) for entry, _, _ in calls]
+            calls, *side_calls = _without_side_calls(calls, owners) if calls and key is not None else [calls]
         if not calls:
             return
         if side_calls and not any(_rewards(part) for part in calls):
@@ -374,7 +382,7 @@ class Sessions:
             yield self._join(f"{key}#{number}", parts, [], rewarded=False)
 
     def _join(
-        self, key: str | None, parts: list[_Part], side_headers: list[Mapping[str, Any]], *, rewarded: bool = True
+        self, key: str | None, parts: list[Part], side_headers: list[Mapping[str, Any]], *, rewarded: bool = True
     ) -> Joined:
         (first, raw, _), *others = parts
         origin = b"\n".join(text for _, text, _ in parts)
@@ -392,7 +400,7 @@ class Sessions:
             shared = {**chat.pick(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
                 shared["id"] = shared["id"] if key is None else entry.header["id"]
-            rewards = chat.pick(fields, _REWARD_FIELDS) if rewarded else {}
+            rewards = chat.pick(fields, REWARD_FIELDS) if rewarded else {}
             self.differing_rewards += bool(last_rewards and rewards and rewards != last_rewards)
             last_rewards = rewards or last_rewards
         for each in side_headers:
@@ -405,13 +413,13 @@ class Sessions:
         record = {**shared, **last_rewards, "calls": complete_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, append_fields(b"{}", record))
 
-    def _text(self, entry: _Entry) -> bytes:
+    def _text(self, entry: Entry) -> bytes:
         self._file.seek(entry.offset)
         return self._file.read(entry.length)
 
     def lines(self) -> list[str]:
         """Return the counts as lines for a terminal."""
-        relation = "go on one another" if self.field_map.session == "prefix" else f"share {self.field_map.session}"
+        relation = "go on one another" if self.field_map.session == "prefix" else f"share {self.by}"
         lines = [
             f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {relation}"
         ]
@@ -423,38 +431,37 @@ class Sessions:
         if self.split_off:
             lines.append(
                 f"         {self.split_off:,} calls of another model, or with other tools, that begin otherwise than "
-                "their "
-                "conversation stand apart, without a reward"
+                "their conversation stand apart, without a reward"
             )
         if self.differing_rewards:
             lines.append(f"         {self.differing_rewards:,} rewards of one conversation differ: its last one counts")
         return lines
 
 
-def _without_side_calls(parts: list[_Part]) -> list[list[_Part]]:
+def _without_side_calls(parts: list[Part], owners: Sequence[str | None]) -> list[list[Part]]:
     """Split calls that do not belong to a conversation from those that do; return the conversation first.
 
-    Calls are split off if they start with other messages and use another model or other tools: for example calls that
-    write a title or guard an agent. Split calls with the same model and tools form one list.
+    Calls are split off if they start with other messages and have another owner, another model or other tools: for
+    example calls that write a title or guard an agent. Split calls with the same owner, model and tools form one list.
 
-    The conversation has the longest chain of calls that continue one another; ties are resolved by whether the calls
-    have tools. If a tie remains, nothing is split.
+    The conversation has no owner, and among these the longest chain of calls that continue one another; ties are
+    resolved by whether the calls have tools. If a tie remains, nothing is split.
     """
     calls_by_model: dict[str, list[int]] = {}
     starts: list[Any] = []
-    chains: list[tuple[int, bool]] = []
+    chains: list[tuple[bool, int, bool]] = []
     ends: dict[bytes, int] = {}
     for index, (_, _, record) in enumerate(parts):
         call = next(iter(calls_of(record) or ()), {})
         request = chat.as_mapping(call.get("request"))
         tools = request.get("tools") or record.get("tools") or []
-        model_and_tools = [request.get("model") or record.get("model"), tools]
+        model_and_tools = [request.get("model") or record.get("model"), tools, owners[index]]
         calls_by_model.setdefault(json.dumps(model_and_tools, sort_keys=True, default=str), []).append(index)
         before, end = prefix_hashes(call)
         continued = next((ends[digest] for digest in reversed(before) if digest in ends), None)
         system = json.dumps([request.get("system"), request.get("instructions")], sort_keys=True, default=str)
         starts.append((system, *before[:1]) if continued is None else starts[continued])
-        chains.append((1 if continued is None else chains[continued][0] + 1, bool(tools)))
+        chains.append((owners[index] is None, 1 if continued is None else chains[continued][1] + 1, bool(tools)))
         if end is not None:
             ends.setdefault(end, index)
     ranks = {key: max(chains[index] for index in indices) for key, indices in calls_by_model.items()}
@@ -467,16 +474,16 @@ def _without_side_calls(parts: list[_Part]) -> list[list[_Part]]:
     return [[parts[index] for index in indices] for indices in (main, *others) if indices]
 
 
-def _rewards(part: _Part) -> dict[str, Any]:
+def _rewards(part: Part) -> dict[str, Any]:
     """Return the rewards of a record that are not null."""
     return {
         key: value
-        for key, value in chat.pick({**part[2], **part[0].header}, _REWARD_FIELDS).items()
+        for key, value in chat.pick({**part[2], **part[0].header}, REWARD_FIELDS).items()
         if value is not None
     }
 
 
-def _partition(parts: list[_Part], predicate: Callable[[_Part], bool]) -> tuple[list[_Part], list[_Part]]:
+def _partition(parts: list[Part], predicate: Callable[[Part], bool]) -> tuple[list[Part], list[Part]]:
     accepted, rejected = [], []
     for part in parts:
         (accepted if predicate(part) else rejected).append(part)
@@ -491,7 +498,7 @@ def _is_decodable(text: JsonOrRefusal) -> bool:
         return False
 
 
-def _key(record: Any, path: str) -> str | None:
+def key_of(record: Any, path: str) -> str | None:
     value = chat.get_path(record, path)
     if value is None:
         return None
@@ -506,11 +513,11 @@ def _key(record: Any, path: str) -> str | None:
     )
 
 
-def _order(record: Any, path: str) -> float:
+def order_of(record: Any, path: str) -> float:
     value = chat.get_path(record, path)
     order = None if isinstance(value, bool) else json_path.number(value)
     if order is None and isinstance(value, str):
-        order = parse_time(value)
+        order = json_path.parse_time(value)
     if order is None:
         raise BadValueError(
             (
@@ -520,12 +527,3 @@ def _order(record: Any, path: str) -> float:
             )
         )
     return order
-
-
-def parse_time(text: str) -> float | None:
-    """Parse an ISO 8601 time into seconds since 1970. A time without a zone is UTC. None if it is not a time."""
-    try:
-        time = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
-    except ValueError:
-        return None
-    return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 from tracegrad.config import FieldMap
 from tracegrad.data.batches import is_batch_line
 from tracegrad.data.field_map import parse_record
-from tracegrad.data.formats import is_chunk
+from tracegrad.data.formats import is_chunk, is_spans
 from tracegrad.data.read_options import MAX_RECORD_BYTES, Options
 from tracegrad.data.reader import open_part
 from tracegrad.data.sources import Place, expand, open_place
@@ -203,7 +203,7 @@ def split_inputs(
     """
     field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
-    reason = _reason_not_cut(places, field_map)
+    reason = _reason_not_cut(places, field_map, part_bytes)
     may_be_cut = reason is None and len(places) > 1 and _size(places) > part_bytes
     if may_be_cut and any(_has_batch_lines(place) for place in places):
         reason = "the lines of a batch are joined by custom_id over all inputs"
@@ -219,12 +219,14 @@ def split_inputs(
     return [Part(index, tuple(part_places), is_only=len(parts) == 1) for index, part_places in enumerate(parts)], None
 
 
-def _reason_not_cut(places: list[Place], field_map: FieldMap) -> str | None:
+def _reason_not_cut(places: list[Place], field_map: FieldMap, part_bytes: int) -> str | None:
     """Return the reason why an input is not split, or None."""
     if field_map.session:
         return "--map.session joins records of all inputs"
     if any(not _can_reread(place) for place in places):
         return "a pipe can be read only once"
+    if _size(places) > part_bytes and any(map(_has_spans, places)):
+        return "the spans of a trace can be in any of its files"
     return None
 
 

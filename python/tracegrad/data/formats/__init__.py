@@ -8,6 +8,7 @@ from tracegrad.data.formats.generic import is_reward_row
 from tracegrad.data.formats.openai import ChunkJoiner, is_chunk
 from tracegrad.data.formats.record_fields import is_failed
 from tracegrad.data.formats.registry import ANSWERS, RecordConverter, adapt, needs_adapter, only_roots
+from tracegrad.data.formats.span_containers import is_spans
 
 __all__ = [
     "ANSWERS",
@@ -17,6 +18,7 @@ __all__ = [
     "is_chunk",
     "is_failed",
     "is_reward_row",
+    "is_spans",
     "needs_adapter",
     "only_roots",
 ]

@@ -8,13 +8,12 @@ call may contain the reward of its trace. Sources: OpenTelemetry's and OpenInfer
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.data import chat, json_path
-from tracegrad.data.arrow import to_json
-from tracegrad.data.formats import langchain, record_fields
+from tracegrad.data.formats import langchain
 from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, is_list, normalize_name, parse_json_or_events
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
@@ -276,76 +275,6 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
         return []
     traced = {*record, *chat.as_mapping(record.get("context"))}.intersection(_TRACES)
     return [] if traced and not record.keys().isdisjoint(PARENTS) else None
-
-
-def of_several(record: Any) -> list[dict[str, Any]] | None:
-    """Split a record, or an OTLP export, with spans of several traces into one record for each trace.
-
-    Traces without a model call are left out. None if the spans belong to fewer than two traces.
-    """
-    if not isinstance(record, Mapping) or any(record.get(key) is not None for key in ("id", *_TRACES, "rollout_id")):
-        return None
-    names = dict.fromkeys(_trace(span) for span in _spans(record))
-    if len(names) < 2:
-        return None
-    parts = [part for part in (_part(record, name) for name in names) if any(map(_may_call, _spans(part)))]
-    return parts if len(parts) > 1 else None
-
-
-def _spans(record: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield all spans of a record."""
-    span_lists = [record.get("spans")]
-    for resource in record_fields.require_list(record.get("resourceSpans"), "resourceSpans"):
-        span_lists += [
-            chat.as_mapping(scope).get("spans") for scope in chat.as_mapping(resource).get("scopeSpans") or ()
-        ]
-    for spans in span_lists:
-        yield from (chat.as_mapping(span) for span in spans or () if isinstance(spans, list))
-
-
-def _trace(span: Any) -> Any:
-    """Return the trace id of a span, None if it has none."""
-    fields = chat.as_mapping(span)
-    return next(
-        (
-            source[key]
-            for source in (fields, chat.as_mapping(fields.get("context")))
-            for key in _TRACES
-            if source.get(key)
-        ),
-        None,
-    )
-
-
-def _may_call(span: Mapping[str, Any]) -> bool:
-    """Return whether the attributes of a span mention a model, as in a model call."""
-    return any(map(to_json(span.get("attributes") or {}).count, (b'"gen_ai.', b'"llm.', b"token_ids")))
-
-
-def _part(record: Mapping[str, Any], name: Any) -> dict[str, Any]:
-    """Return a copy of a record with only the spans of one trace."""
-
-    def spans_of_trace(spans: Any) -> list[Any]:
-        return [span for span in spans or () if _trace(span) == name]
-
-    result = {**record, **({"id": name} if isinstance(name, str) else {})}
-    if record.get("spans"):
-        result["spans"] = spans_of_trace(record["spans"])
-    if "resourceSpans" in record:
-        scopes = [
-            [
-                {**scope, "spans": selected}
-                for scope in resource.get("scopeSpans") or ()
-                if (selected := spans_of_trace(scope.get("spans")))
-            ]
-            for resource in record["resourceSpans"]
-        ]
-        result["resourceSpans"] = [
-            {**resource, "scopeSpans": selected}
-            for resource, selected in zip(record["resourceSpans"], scopes, strict=True)
-            if selected
-        ]
-    return result
 
 
 def is_reward_row(record: Any) -> bool:

@@ -24,6 +24,7 @@ from tracegrad.data.formats import (
     prompt_response,
     pydantic_ai,
     record_fields,
+    span_containers,
     token_rows,
 )
 from tracegrad.data.sources import Row
@@ -99,7 +100,6 @@ ADAPTERS = (
     Adapter("anthropic_talk", anthropic.of_talk, anthropic.KEYS),
     Adapter("chunk_list", openai.of_list),
     Adapter("choices", openai_calls.of_call),
-    Adapter("spans_of_several", generic.of_several),
     Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, finds_separate_answer=True),
     Adapter("logged_call", openai.of_call, weak=True, finds_separate_answer=True),
     Adapter("prompt_response", prompt_response.of_answered, weak=True, finds_separate_answer=True),
@@ -230,7 +230,7 @@ ANSWERS = sorted(
     }
 )
 """Names of fields that may contain an answer, in lower case and without `_` and `-`."""
-_KEYS = [key.encode() for each in ADAPTERS for key in each.keys]
+_KEYS = [key.encode() for key in (*span_containers.KEYS, *(key for each in ADAPTERS for key in each.keys))]
 
 
 def needs_adapter(head: list[bytes], name: str) -> bool:
@@ -253,7 +253,7 @@ def needs_adapter(head: list[bytes], name: str) -> bool:
 
 def _is_ours(record: Any) -> bool:
     try:
-        return convert_first_match(record) is not None
+        return span_containers.is_spans(record) or convert_first_match(record) is not None
     except BadValueError:
         return True  # The reader then refuses the record, with its line.
 

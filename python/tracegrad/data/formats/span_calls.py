@@ -1,0 +1,409 @@
+"""Convert spans of model calls to a request and a response, and tell them from spans of agents, tools and retrievers.
+
+The spans are those of `span_containers`. Conventions: OpenTelemetry's for generative AI (messages as attributes, in
+events or in log records), the older numbered attributes of OpenLLMetry, OpenInference, MLflow, and the names that Agent
+Lightning adds. Token ids and logprobs have the names that open-telemetry/semantic-conventions-genai#75 proposes, as
+alibaba/loongsuite-semantic-conventions-genai defines them: at each position, the sampled token is the first candidate.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracegrad.data import chat, json_path
+from tracegrad.data.field_map import BadValueError
+from tracegrad.data.formats import generic, record_fields
+from tracegrad.data.formats.span_containers import unfold
+
+CALL, AGENT, TOOL, STEP, BARE, FAILED = "call", "agent", "tool", "step", "bare", "failed"
+"""Kinds of spans. STEP: a part of an agent's run. BARE: a model call whose messages are not recorded."""
+_KINDS = {
+    **dict.fromkeys(("llm", "chat", "text_completion", "generate_content", "chat_model", "completion"), CALL),
+    **dict.fromkeys(("agent", "invoke_agent"), AGENT),
+    **dict.fromkeys(("tool", "execute_tool", "evaluator", "guardrail", "retriever", "reranker", "embedding"), TOOL),
+    **dict.fromkeys(("retrieval", "embeddings", "rerank"), TOOL),
+}
+_KIND_NAMES = (
+    *("openinference.span.kind", "gen_ai.operation.name", "traceloop.span.kind", "mlflow.spanType"),
+    "llm.request.type",
+)
+PER_POSITION = "gen_ai.response.candidate.per_position_"
+PROMPT_IDS = "prompt_token_ids"
+PREFIX = "tracegrad."
+"""Attributes of `to_otlp` without a name in any convention: logprob kind, policy version."""
+_PROMPT_IDS = (*(PROMPT_IDS, "agentlightning.operation.output.prompt_token_ids", "llm.hosted_vllm.prompt_token_ids"),)
+_SAMPLED_IDS = (
+    *("response_token_ids", "agentlightning.operation.output.response_token_ids"),
+    *("agentlightning.operation.output.response_token_ids.0", "agentlightning.operation.output.choices.0.token_ids"),
+    "agentlightning.operation.output.choices.0.provider_specific_fields.token_ids",
+    "llm.hosted_vllm.response_token_ids",
+)
+_INPUTS = ("gen_ai.input.messages", "gen_ai.prompt", "agentlightning.operation.input.messages", "llm.input_messages")
+_OUTPUTS = (
+    *("gen_ai.output.messages", "gen_ai.completion", "agentlightning.operation.output.choices"),
+    "llm.output_messages",
+)
+_CONTENT_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion", "gen_ai.client.inference.operation.details")
+_MESSAGE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_CHOICE, _GENERATED = "gen_ai.choice", "gen_ai.token.generated"
+_REQUEST = ("gen_ai.request", "gen_ai.openai.request", "agentlightning.operation.input")
+
+
+def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the kind of a span, and the span; a CALL has its `request` and `response` instead of their attributes.
+
+    Without a name of its kind, a span is a call if it has a model's answer, or if a search of its attributes finds one.
+
+    Raises:
+        BadValueError: if the messages, ids or logprobs of a call are not what their names say.
+    """
+    with record_fields.refuse_on_error("the span of a model call"):
+        attributes = _gathered(span)
+        names = [attributes[name] for name in _KIND_NAMES if isinstance(attributes.get(name), str)]
+        kinds = [kind for name in names if (kind := _KINDS.get(name.strip('"').lower()))]
+        has_answer = bool(_answers(attributes))
+        kind = kinds[0] if kinds else STEP if names or not has_answer else CALL
+        if kind == STEP and not names and (call := _structural_call(span)) is not None:
+            return CALL, call
+        if kind != CALL:
+            return kind, dict(span)
+        raw = _raw_call(attributes)
+        if raw is None and not has_answer:
+            return FAILED if span["status"] else BARE, dict(span)
+        if span.get("is_cut"):
+            raise ValueError("a value has 128 characters, to which Zipkin's exporters cut values by default")
+        return CALL, _call(span, attributes, raw)
+
+
+def _call(span: Mapping[str, Any], attributes: Mapping[str, Any], raw: Any) -> dict[str, Any]:
+    request, response = raw or (_request(attributes), _response(attributes))
+    partial = {} if raw and "model" in request else chat.PARTIAL
+    if raw:
+        request = {**_options(attributes), **_tools(attributes), **request} if partial else request
+        _add_tokens(attributes, response)
+    own = {
+        name: attributes[PREFIX + name] for name in ("logprob_kind", "policy_version") if PREFIX + name in attributes
+    }
+    kept = {name: value for name, value in span["attributes"].items() if not name.startswith(_HEAVY)}
+    return {**_without_name(span), "attributes": kept, **partial, **own, "request": request, "response": response}
+
+
+def _without_name(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a span that is not read as a span of the core's `otel` form once it has a request and a response."""
+    return chat.without(span, "name", "events", "status")
+
+
+_HEAVY = (
+    *("input.", "output.", "llm.input_messages", "llm.output_messages", "llm.tools", "llm.invocation_parameters"),
+    *("gen_ai.input.", "gen_ai.output.", "gen_ai.prompt", "gen_ai.completion", "gen_ai.tool.definitions"),
+    *("gen_ai.response.candidate.", "gen_ai.system_instructions", "mlflow.span", "mlflow.chat", "logprobs."),
+    *(
+        "llm.request.functions",
+        "agentlightning.operation.",
+        "llm.hosted_vllm.",
+        "prompt_token_ids",
+        "response_token_ids",
+    ),
+)
+"""Starts of the names of attributes that contain messages, tools or tokens."""
+
+
+def bare_refusal(span: str) -> BadValueError:
+    """Return the refusal of a model call whose messages are not recorded. `span` is its id."""
+    return BadValueError(
+        (
+            f"the span {span} is a model call without its messages",
+            "Instrumentations do not record the content of messages unless you tell them to",
+            "Set OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=span_and_event (or the option of your "
+            "instrumentation) before you record",
+        )
+    )
+
+
+def failed_call(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record that the core refuses as a failed call, with the message of the span."""
+    texts = (each["attributes"].get("exception.message") for each in span["events"] if each["name"] == "exception")
+    return record_fields.failed_call({}, str(next((text for text in texts if text), span["status"]["error"])))
+
+
+def _gathered(span: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a span with those of the events that repeat its content."""
+    attributes: dict[str, Any] = {}
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    generated: list[Mapping[str, Any]] = []
+    own = json_path.parse_json_string(span["attributes"].get("events"))
+    listed = [{"name": each.get("event.name"), "attributes": each} for each in own or () if isinstance(own, list)]
+    for event in (*span["events"], *listed):
+        name, fields = event["name"], event["attributes"]
+        if name in _CONTENT_EVENTS:
+            attributes |= fields
+        elif name == _GENERATED:
+            generated.append(fields)
+        elif name in _MESSAGE_EVENTS or name == _CHOICE:
+            body = chat.as_mapping(json_path.parse_json_string(fields.get("gen_ai.event.content"))) or unfold(
+                {"": fields}, ""
+            )
+            (outputs if name == _CHOICE else inputs).append(_of_event(name, body))
+    if generated:
+        for kind in ("token_ids", "logprobs", "decoded_tokens"):
+            values = [json_path.parse_json_string(each.get(f"gen_ai.response.candidate.{kind}")) for each in generated]
+            if all(values):
+                attributes[PER_POSITION + kind] = values
+    if outputs:
+        attributes |= {_INPUTS[0]: inputs, _OUTPUTS[0]: outputs}
+    return {**attributes, **span["attributes"]}
+
+
+def _of_event(name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message of an event such as `gen_ai.user.message`, or of `gen_ai.choice`."""
+    inner = json_path.parse_json_string(body.get("message"))
+    fields = {**chat.as_mapping(inner), **chat.pick(body, ["finish_reason"])} if inner else dict(body)
+    if isinstance(inner, str):
+        fields["content"] = inner
+    role = fields.get("role") if isinstance(fields.get("role"), str) else _MESSAGE_EVENTS.get(name, "assistant")
+    message = {"role": role, **chat.pick(fields, ["content", "tool_calls", "tool_call_id", "finish_reason", "parts"])}
+    if role == "tool" and "tool_call_id" not in message:
+        message["tool_call_id"] = fields.get("id")
+    return {key: json_path.parse_json_string(each) if key == "tool_calls" else each for key, each in message.items()}
+
+
+def _value(attributes: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first value under one of these names that is not empty."""
+    return next((value for name in names if (value := unfold(attributes, name))), None)
+
+
+def _answers(attributes: Mapping[str, Any]) -> list[Any]:
+    """Return the answers of a call, [] if none has content or a tool call."""
+    answers = _value(attributes, _OUTPUTS)
+    if answers is None and _value(attributes, _SAMPLED_IDS) is not None:
+        return [{"role": "assistant", "content": None}]
+    if not isinstance(answers, list):
+        return [{"role": "assistant", "content": answers}] if isinstance(answers, str) else []
+    said = [each for each in answers if isinstance(each, Mapping) and not _is_hidden(each)]
+    return answers if said else []
+
+
+def _is_hidden(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has nothing but its role and reason: its content was not recorded."""
+    inner = {**message, **chat.as_mapping(message.get("message"))}
+    return not any(
+        inner.get(key) is not None for key in ("content", "contents", "parts", "tool_calls", "function_call_name")
+    )
+
+
+def _raw_call(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the request and the response as they were sent, if the span has both as JSON (OpenInference, MLflow).
+
+    They have what messages as attributes lack: logprobs, ids and all options.
+    """
+    for names in (("input.value", "output.value"), ("mlflow.spanInputs", "mlflow.spanOutputs")):
+        request, response = (json_path.parse_json_string(attributes.get(name)) for name in names)
+        if not isinstance(request, dict) or not isinstance(response, dict):
+            continue
+        if isinstance(request.get("input"), (str, list)) and response.get("object") == "response":
+            return dict(request), dict(response)
+        messages, choices = request.get("messages"), response.get("choices")
+        if not isinstance(messages, list) or not isinstance(choices, list) or not choices:
+            continue
+        if not all(isinstance(chat.as_mapping(each).get("message"), Mapping) for each in choices):
+            continue
+        listed = unfold(attributes, "llm.input_messages")
+        if all(map(chat.role, messages)) and (listed is None or len(listed) == len(messages)):
+            return dict(request), dict(response)
+    return None
+
+
+def _request(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = []
+    if instructions := unfold(attributes, "gen_ai.system_instructions"):
+        parts = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+        messages += _messages({"role": "system", "parts": parts})
+    listed = _value(attributes, _INPUTS)
+    if isinstance(listed, str):
+        listed = [{"role": "user", "content": listed}]
+    for each in record_fields.require_list(listed, "the messages of the request"):
+        messages += _messages(each)
+    request: dict[str, Any] = {**_options(attributes), "messages": messages, **_tools(attributes)}
+    models = ("gen_ai.request.model", "llm.request.model_name", "llm.model_name", "gen_ai.response.model")
+    model = next((attributes[name] for name in models if isinstance(attributes.get(name), str)), None)
+    return request if model is None else {**request, "model": model}
+
+
+def _options(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sampling options. Tables of text store numbers as text."""
+    sources = [chat.as_mapping(unfold(attributes, name)) for name in ("llm.invocation_parameters", *_REQUEST)]
+    sources.append({key[4:]: value for key, value in attributes.items() if key.startswith("llm.")})
+    options: dict[str, Any] = {}
+    for source in sources:
+        for name, value in chat.pick(source, chat.SAMPLING).items():
+            number = (
+                json_path.number(value) if isinstance(value, (str, float)) and not isinstance(value, bool) else None
+            )
+            if number is not None:
+                value = int(number) if number.is_integer() and name not in chat.SAMPLING[:2] else number
+            options.setdefault(name, value)
+    return options
+
+
+def _tools(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"tools": schemas} of the request, or {}."""
+    listed = _value(attributes, ("gen_ai.tool.definitions", "llm.tools", "llm.request.functions"))
+    schemas = []
+    for each in listed if isinstance(listed, list) else ():
+        schema = json_path.parse_json_string(each)
+        schema = chat.as_mapping(schema).get("tool", schema)
+        schema = json_path.parse_json_string(chat.as_mapping(schema).get("json_schema", schema))
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"a tool is {json_path.describe_type(schema)}")
+        schemas.append(
+            {key: json_path.parse_json_string(value) if key == "parameters" else value for key, value in schema.items()}
+        )
+    return chat.tools(schemas)
+
+
+def _response(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    choices = []
+    answers = _answers(attributes)
+    reasons = unfold(attributes, "gen_ai.response.finish_reasons") or [attributes.get("llm.finish_reason")]
+    for index, answer in enumerate(answers):
+        inner = chat.as_mapping(answer).get("message")
+        fields = {**answer, **inner} if isinstance(inner, Mapping) else dict(answer)
+        message, *others = _messages({**fields, "role": "assistant"})
+        if others:
+            raise ValueError("an answer has results of tools")
+        reason = fields.get("finish_reason") or (reasons[index] if index < len(reasons) else None)
+        choices.append({"index": index, "message": message, "finish_reason": _REASONS.get(str(reason), reason)})
+    response: dict[str, Any] = {"choices": choices}
+    if isinstance(name := attributes.get("gen_ai.response.id"), str):
+        response["id"] = name
+    _add_tokens(attributes, response)
+    return response
+
+
+_REASONS = {"tool_call": "tool_calls", "": None, "unknown": None, "None": None}
+
+
+def _add_tokens(attributes: Mapping[str, Any], response: dict[str, Any]) -> None:
+    """Add the ids and logprobs that attributes have to the first choice, which is the only one that they describe."""
+    choices = response.get("choices")
+    if (ids := _numbers(attributes, _PROMPT_IDS)) is not None:
+        response["prompt_token_ids"] = ids
+    if not isinstance(choices, list) or not choices:
+        return
+    entries = unfold(attributes, "logprobs.content") or unfold(attributes, "logprobs.refusal")
+    positions = {kind: unfold(attributes, PER_POSITION + kind) for kind in ("token_ids", "logprobs", "decoded_tokens")}
+    first = {kind: _sampled(kind, rows) for kind, rows in positions.items() if rows is not None}
+    ids = _numbers(attributes, _SAMPLED_IDS)
+    ids = first.get("token_ids") if ids is None else ids
+    tokens: dict[str, Any] = {} if ids is None else {"token_ids": ids}
+    if entries is not None:
+        tokens["logprobs"] = {"content": entries}
+    elif "logprobs" in first:
+        has_texts = len(first.get("decoded_tokens", ())) == len(first["logprobs"])
+        tokens["logprobs"] = {
+            "logprobs": first["logprobs"],
+            **({"tokens": first["decoded_tokens"]} if has_texts else {}),
+        }
+    if tokens and len(choices) > 1:
+        raise ValueError(f"it has token ids or logprobs of one answer, and {len(choices)} answers")
+    if tokens:
+        response["choices"] = [{**choices[0], **tokens}]
+
+
+def _sampled(kind: str, rows: Any) -> list[Any]:
+    """Return the first candidate of each position."""
+    if not isinstance(rows, list) or not all(isinstance(row, list) and row for row in rows):
+        raise TypeError(f"`{PER_POSITION}{kind}` is not a list of the candidates at each position")
+    return [row[0] for row in rows]
+
+
+def _numbers(attributes: Mapping[str, Any], names: tuple[str, ...]) -> list[Any] | None:
+    """Return the ids under the first of these names; of a list of lists the first."""
+    value = _value(attributes, names)
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        value = value[0]
+    return value if isinstance(value, list) and value else None
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return a message of any convention in the form of the chat completions API; results of tools are one each."""
+    fields = chat.as_mapping(value).get("message", value)
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"a message is {json_path.describe_type(fields)}")
+    role = str(fields.get("role") or "user")
+    if isinstance(fields.get("parts"), list):
+        return list(_of_parts(role, fields["parts"]))
+    message: dict[str, Any] = {"role": role, "content": fields.get("content")}
+    if contents := fields.get("contents"):
+        message["content"] = [_openinference_part(each) for each in contents]
+    calls = [_tool_call(each) for each in record_fields.require_list(fields.get("tool_calls"), "tool_calls")]
+    if name := fields.get("function_call_name"):
+        calls.append(chat.tool_call(name, None, fields.get("function_call_arguments_json") or "{}"))
+    optional = chat.pick(fields, ["tool_call_id", "name", "reasoning_content", "reasoning", "refusal"])
+    return [{**message, **({"tool_calls": calls} if calls else {}), **optional}]
+
+
+def _tool_call(value: Any) -> dict[str, Any]:
+    """Return a tool call in the form of the chat completions API. OpenInference has it under `tool_call`."""
+    fields = chat.as_mapping(value).get("tool_call", value)
+    function = {**fields, **chat.as_mapping(fields.get("function"))}
+    return chat.tool_call(function["name"], fields.get("id"), function.get("arguments", "{}"))
+
+
+def _openinference_part(value: Any) -> dict[str, Any]:
+    part = chat.as_mapping(value).get("message_content", value)
+    if part.get("type") == "image" or "image" in part:
+        return {
+            "type": "image_url",
+            "image_url": {"url": chat.as_mapping(part["image"]).get("image", part["image"])["url"]},
+        }
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"a part of a message is of the type {part.get('type')!r:.40}")
+    return {"type": "text", "text": part["text"]}
+
+
+def _of_parts(role: str, parts: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the message of OpenTelemetry's parts: results of tools first, one message for each."""
+    content: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results = 0
+    for part in parts:
+        kind, text = part.get("type"), part.get("content")
+        if kind == "text":
+            content.append({"type": "text", "text": text or ""})
+        elif kind in ("reasoning", "thinking"):
+            thoughts.append(text or "")
+        elif kind == "tool_call":
+            calls.append(_tool_call(part))
+        elif kind == "tool_call_response":
+            result = next((part[key] for key in ("response", "result") if part.get(key) is not None), None)
+            result = result if result is None or isinstance(result, str) else chat.arguments_json(result)
+            results += 1
+            yield {"role": "tool", "content": result, "tool_call_id": part.get("id")}
+        elif kind in ("blob", "uri") and str(part.get("modality")) == "image":
+            data = f"data:{part.get('mime_type') or 'image/png'};base64,{text}"
+            content.append({"type": "image_url", "image_url": {"url": part.get("uri") or data}})
+        else:
+            raise ValueError(f"a part of a message is of the type {kind!r:.40}")
+    if not (content or thoughts or calls) and results:
+        return
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    is_text = len(texts) == len(content)
+    message: dict[str, Any] = {"role": role, "content": ("".join(texts) if texts else None) if is_text else content}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    yield {**message, "tool_calls": calls} if calls else message
+
+
+def _structural_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the span with the call that its attributes contain under other names; None without one."""
+    if not generic.has_call(span["attributes"]):
+        return None
+    records = generic.of_record(span["attributes"])
+    call = records[0] if records and len(records) == 1 else {}
+    return (
+        {**_without_name(span), **chat.pick(call, ["sampling_defaults", "request", "response"])}
+        if "request" in call
+        else None
+    )

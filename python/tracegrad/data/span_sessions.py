@@ -1,0 +1,193 @@
+"""Join the calls of spans into conversations: one for each trace id, or for each value of a key that the user names.
+
+The spans of a trace can be in any order, in many records and in many files. A call inside the span of a tool or of
+another agent is a side call. A call that is recorded twice, by two instrumentations or by a parent that repeats it,
+counts once. Spans without a call contribute their mapped values, such as the reward of their conversation.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from tracegrad.data import chat
+from tracegrad.data.arrow import to_json
+from tracegrad.data.field_map import BadValueError, Mapper
+from tracegrad.data.formats import openai_calls, span_calls, span_containers
+from tracegrad.data.sessions import REWARD_FIELDS, Entry, Joined, Sessions, key_of, order_of, prefix_hashes
+from tracegrad.data.sources import Row
+from tracegrad.data.trace import Line
+
+_DEEPEST_TREE = 128
+_BARE = -1
+"""Choice of a call whose messages are not recorded."""
+
+
+class _Node(NamedTuple):
+    """A span in the tree of its trace."""
+
+    parent: str | None
+    kind: str
+    session: str | None
+
+
+@dataclass
+class SpanSessions(Sessions):
+    """Collects spans with `add_spans`, then yields conversations with `join`.
+
+    Args:
+        repeated: number of calls left out because another span records them too.
+    """
+
+    repeated: int = 0
+    _trees: dict[str, dict[str, _Node]] = field(default_factory=dict)
+    _spans: dict[str, list[Entry]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.by = self.field_map.session or span_containers.TRACE
+
+    def add_spans(self, place: int, line: Line, raw: bytes, record: Any, mapper: Mapper) -> list[Row]:
+        """Add the spans of one record. Return the rows of failed calls and of spans that are refused.
+
+        Args:
+            place: index of its file in `files`.
+            line: its line.
+            raw: its JSON.
+            record: the parsed record.
+            mapper: the field map.
+        """
+        try:
+            spans = span_containers.spans_of(record) or []
+        except BadValueError as unfit:
+            return [(line, raw, unfit.args[0])]
+        return [row for span in spans for row in self._rows_of_span(place, line, span, mapper)]
+
+    def _rows_of_span(self, place: int, line: Line, span: dict[str, Any], mapper: Mapper) -> list[Row]:
+        """Add a span. Return its row if it is a failed call or is refused."""
+        try:
+            kind, converted = span_calls.convert(span)
+            self._add_span(place, line, kind, converted, mapper.header(converted), mapper)
+        except BadValueError as unfit:
+            return [(line, to_json(span), unfit.args[0])]
+        failed = [span_calls.failed_call(span)] if kind == span_calls.FAILED else []
+        return [(line, to_json(span), to_json(each)) for each in failed]
+
+    def _add_span(
+        self, place: int, line: Line, kind: str, record: dict[str, Any], header: Mapping[str, Any], mapper: Mapper
+    ) -> None:
+        context, path = record["context"], self.field_map.session
+        trace, name = str(context["trace_id"]), str(context["span_id"])
+        session = key_of(record, path) if path not in ("", "prefix") else None
+        tree = self._trees.setdefault(trace, {})
+        known = tree.get(name, _Node(None, span_calls.STEP, None))
+        kind_of_node = kind if known.kind in (span_calls.STEP, span_calls.BARE) else known.kind
+        tree[name] = _Node(known.parent or record["parent_id"], kind_of_node, known.session or session)
+        order = order_of(record, self.field_map.order) if self.field_map.order else record["start_time"]
+        entry = Entry(place, line, self._size, 0, order, header, trace=trace, span=name)
+        entries = self._spans.setdefault(trace, [])
+        if kind != span_calls.CALL:
+            values = {**chat.pick(record, REWARD_FIELDS), **header}
+            is_bare = kind == span_calls.BARE
+            self.records_without_call += kind not in (span_calls.BARE, span_calls.FAILED)
+            entries.append(replace(entry, header=values, silent=True, choice=_BARE if is_bare else 0))
+            return
+        self.records += 1
+        choices = openai_calls.of_made(record) or [record]
+        for choice, each in enumerate(choices):
+            text, made = mapper.put_tokens(to_json(each), each, record, choice, len(choices))
+            before, end = prefix_hashes(made)
+            response = chat.as_mapping(made["response"]).get("id")
+            hashes = tuple(before) if path == "prefix" else tuple(before[-1:])
+            fields = {"choice": choice, "before": hashes, "end": end, "response": response}
+            entries.append(replace(entry, offset=self._size, length=len(text), **fields))
+            self._file.write(text)
+            self._size += len(text)
+
+    def join(self) -> Iterator[Joined]:
+        """Yield every conversation as one record, after the refusals of calls whose messages are not recorded."""
+        for trace, entries in self._spans.items():
+            calls = self._unique(trace, [entry for entry in entries if not entry.silent])
+            named = {entry.span for entry in entries if not entry.silent}
+            for entry in entries:
+                if entry.choice == _BARE and entry.span not in named:
+                    named.add(entry.span)
+                    yield entry.place, (entry.line, b"", span_calls.bare_refusal(entry.span).args[0])
+            silent = [replace(entry, choice=0) for entry in entries if entry.silent]
+            if self.field_map.session == "prefix":
+                self._free += calls
+                continue
+            for entry in (*calls, *silent):
+                self._keyed.setdefault((self._session_of(trace, entry.span), entry.choice), []).append(entry)
+        yield from super().join()
+
+    def _chains(self) -> list[list[Entry]]:
+        """Join calls that continue one another. The longest conversation of a trace gets the values of its spans."""
+        chains = super()._chains()
+        for trace, entries in self._spans.items():
+            of_trace = [chain for chain in chains if any(entry.trace == trace for entry in chain)]
+            if of_trace:
+                max(of_trace, key=len).extend(entry for entry in entries if entry.silent)
+        return chains
+
+    def _session_of(self, trace: str, name: str) -> str:
+        """Return the key of a span: its own, its nearest ancestor's, the only one of its trace, or the trace id."""
+        if self.by == span_containers.TRACE:
+            return trace
+        tree = self._trees[trace]
+        for each in (name, *self._ancestors(trace, name)):
+            if each in tree and tree[each].session is not None:
+                return str(tree[each].session)
+        keys = {node.session for node in tree.values()} - {None}
+        return str(keys.pop()) if len(keys) == 1 else trace
+
+    def _ancestors(self, trace: str, name: str) -> list[str]:
+        tree, names = self._trees[trace], []
+        node = tree.get(name)
+        while node is not None and node.parent and node.parent not in names and len(names) < _DEEPEST_TREE:
+            names.append(node.parent)
+            node = tree.get(node.parent)
+        return names
+
+    def owner(self, entry: Entry) -> str | None:
+        """Return the span of the tool or of the other agent that a call belongs to, None for the outermost agent."""
+        tree = self._trees.get(entry.trace or "", {})
+        owners = [
+            name
+            for name in self._ancestors(entry.trace or "", entry.span or "")
+            if name in tree and tree[name].kind in (span_calls.AGENT, span_calls.TOOL)
+        ]
+        is_own = len(owners) == 1 and tree[owners[0]].kind == span_calls.AGENT
+        return None if not owners or is_own else owners[0]
+
+    def _unique(self, trace: str, entries: list[Entry]) -> list[Entry]:
+        """Leave out the calls of a trace that another span repeats.
+
+        These are the same span again, and, of calls with equal messages and answers, a span around another one and a
+        span with the response id of another one. The inner of two spans counts: it is nearer to the server.
+        """
+        kept: dict[tuple[str, int], Entry] = {}
+        for entry in entries:
+            kept.setdefault((entry.span, entry.choice), entry)
+        equal: dict[Any, list[Entry]] = {}
+        for entry in kept.values():
+            if entry.end is not None:
+                equal.setdefault((entry.before[-1:], entry.end, entry.choice), []).append(entry)
+        for group in equal.values():
+            around = (
+                {name for entry in group for name in self._ancestors(trace, entry.span)} if len(group) > 1 else set()
+            )
+            responses: set[str] = set()
+            for entry in sorted(group, key=lambda entry: entry.span in around):
+                if entry.span in around or entry.response in responses:
+                    del kept[entry.span, entry.choice]
+                elif entry.response:
+                    responses.add(entry.response)
+        self.repeated += len(entries) - len(kept)
+        return list(kept.values())
+
+    def lines(self) -> list[str]:
+        """Return the counts as lines for a terminal."""
+        lines = super().lines()
+        if self.repeated:
+            lines.append(f"         {self.repeated:,} calls that a second span records too are left out")
+        return lines
