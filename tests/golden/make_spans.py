@@ -186,7 +186,8 @@ def openinference():
     write("openinference_list.json.gz", json.dumps(rows))
     write("openinference_zipkin.json.gz", JsonV2Encoder(max_tag_value_length=10_000).serialize(spans, NodeEndpoint()))
     table = pd.DataFrame([phoenix_row(each) for each in rows])
-    table.to_parquet(OUT / "openinference_phoenix.parquet", compression="zstd")
+    small = {"compression": "zstd", "write_statistics": False, "use_dictionary": False, "store_schema": False}
+    table.to_parquet(OUT / "openinference_phoenix.parquet", **small)
     write("openinference_phoenix.jsonl.gz", table.to_json(orient="records", lines=True, date_format="iso"))
     for name in ("start_time", "end_time"):
         table[name] = pd.to_datetime(table[name])

@@ -420,7 +420,10 @@ class SpanStatistics:
                 yield Candidate("session", path, evidence, 2 * column.count / count)
 
 
-_SPAN_FIELDS = ("name", "context", "parent_id", "start_time", "events", "status", "attributes", "is_cut", *chat.PARTIAL)
+_SPAN_FIELDS = (
+    *("name", "context", "parent_id", "start_time", "events", "status", "attributes", "is_cut", "dropped_attributes"),
+    *chat.PARTIAL,
+)
 _SPAN_SESSION = re.compile(r"\b(session|conversation|thread)[._]?id$", re.I)
 _DEFINED = re.compile(
     r"^(input|output|llm|retrieval|reranker|embedding|document|tool|http|url|server|client|network|mlflow|openinference)"

@@ -225,7 +225,9 @@ def _reason_not_cut(places: list[Place], field_map: FieldMap, part_bytes: int) -
         return "--map.session joins records of all inputs"
     if any(not _can_reread(place) for place in places):
         return "a pipe can be read only once"
-    if _size(places) > part_bytes and any(map(_has_spans, places)):
+    # Of addresses only the first is opened: each one is a request.
+    looked = [place for number, place in enumerate(places) if number == 0 or place.kind != "address"]
+    if _size(places) > part_bytes and any(map(_has_spans, looked)):
         return "the spans of a trace can be in any of its files"
     return None
 

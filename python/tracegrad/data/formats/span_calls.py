@@ -69,6 +69,15 @@ def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         raw = _raw_call(attributes)
         if raw is None and not has_answer:
             return FAILED if span["status"] else BARE, dict(span)
+        is_numbered = not any(name in attributes for name in _INPUTS)
+        if (
+            raw is None
+            and is_numbered
+            and (span.get("dropped_attributes") or isinstance(_value(attributes, _INPUTS), dict))
+        ):
+            raise ValueError(
+                "attributes of its messages were dropped: raise OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT, which is 128"
+            )
         if span.get("is_cut"):
             raise ValueError("a value has 128 characters, to which Zipkin's exporters cut values by default")
         return CALL, _call(span, attributes, raw)
@@ -89,7 +98,7 @@ def _call(span: Mapping[str, Any], attributes: Mapping[str, Any], raw: Any) -> d
 
 def _without_name(span: Mapping[str, Any]) -> dict[str, Any]:
     """Return a span that is not read as a span of the core's `otel` form once it has a request and a response."""
-    return chat.without(span, "name", "events", "status")
+    return chat.without(span, "name", "events", "status", "is_cut", "dropped_attributes")
 
 
 _HEAVY = (
@@ -208,7 +217,7 @@ def _raw_call(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if not all(isinstance(chat.as_mapping(each).get("message"), Mapping) for each in choices):
             continue
         listed = unfold(attributes, "llm.input_messages")
-        if all(map(chat.role, messages)) and (listed is None or len(listed) == len(messages)):
+        if all(map(chat.role, messages)) and (not isinstance(listed, list) or len(listed) == len(messages)):
             return dict(request), dict(response)
     return None
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracegrad.data import chat, json_path
+from tracegrad.data.field_map import BadValueError
 from tracegrad.data.formats import record_fields
 
 TRACE = "context.trace_id"
@@ -36,6 +37,7 @@ _FIELDS = {
     *("droppedAttributesCount", "droppedEventsCount", "droppedLinksCount", "spans", "__index_level_0__"),
 }
 """Fields of a span that are read under one name, or not at all. Others are kept: they may contain a score."""
+_DROPPED = ("droppedAttributesCount", "dropped_attributes_count")
 _RESULT = "gen_ai.evaluation.result"
 _SCORED = re.compile(r"(?:^|\.)(?:annotations|evaluations)\.\d+\.(annotation|evaluation)\.name$")
 
@@ -45,8 +47,11 @@ KEYS = ("resourceSpans", "spans", "attributes")
 
 
 def is_spans(record: Any) -> bool:
-    """Return whether a record is a span, or a container of spans or of log records."""
-    return _parts(record) is not None
+    """Return whether a record is a span, or a container of spans or of log records, also of bad ones."""
+    try:
+        return _parts(record) is not None
+    except BadValueError:
+        return True
 
 
 def spans_of(record: Any) -> list[dict[str, Any]] | None:
@@ -180,6 +185,8 @@ def _span(span: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(value, str) and len(value) == _ZIPKIN_LENGTH for value in attributes.values()
     ):
         record["is_cut"] = True
+    if dropped := next((span[key] for key in _DROPPED if span.get(key)), None):
+        record["dropped_attributes"] = dropped
     if scores := _scores(name, attributes, events):
         record["scores"] = scores
     return record
@@ -270,9 +277,12 @@ def _unfolded(value: Any, depth: int) -> Any:
         elif isinstance(tree.setdefault(head, {}), dict):
             tree[head][rest] = each
     tree = {name: _unfolded(each, depth + 1) for name, each in tree.items()}
-    if tree and all(name.isdecimal() for name in tree):
-        return [tree[name] for name in sorted(tree, key=int)]
-    return tree
+    # A list has all numbers from 0. Otherwise attributes were dropped, or the numbers are names, such as token ids.
+    return [tree[str(index)] for index in range(len(tree))] if tree and tree.keys() == _numbers(len(tree)) else tree
+
+
+def _numbers(count: int) -> set[str]:
+    return set(map(str, range(count)))
 
 
 def _events_of(span: Mapping[str, Any]) -> list[Any]:

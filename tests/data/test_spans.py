@@ -1,0 +1,452 @@
+"""Spans of OpenTelemetry and OpenInference in every container: what producers wrote, against an independent count.
+
+The files of tests/data/spans are of one agent (tests/golden/make_spans.py): four questions, each asked twice, with
+three calls of a model in each of the eight traces. One of them is of the tool's own model, inside the tool's span.
+"""
+
+import base64
+import gzip
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_inputs_adapters import spoiled
+
+import tracegrad as tg
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import span_calls, span_containers
+from tracegrad.prepare.split import split_inputs
+
+FILES = Path(__file__).parent / "spans"
+NAMES = sorted(path.name for path in FILES.iterdir() if not path.name.startswith(("README", "semconv_logs")))
+REWARDS = {
+    "openinference": "attributes.eval.right.score",
+    "semconv": "scores.right",
+    "openllmetry": "attributes.traceloop.association.properties.score",
+}
+SESSIONS = {
+    "openinference": "attributes.session.id",
+    "semconv": "attributes.gen_ai.conversation.id",
+    "openllmetry": "attributes.traceloop.association.properties.session_id",
+}
+
+
+def lines_of(name):
+    return gzip.decompress((FILES / name).read_bytes()).decode().splitlines()
+
+
+def main_and_side(traces):
+    """The conversations of the agent, and those of the tool's model."""
+    return [each for each in traces if "#" not in each.id], [each for each in traces if "#" in each.id]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_container_has_the_same_conversations_and_offers_the_same_flags(name):
+    path, producer = FILES / name, name.split("_")[0]
+    if name.endswith(".gz"):
+        # Counted without any reader: the ids of the responses that the scripted server gave.
+        assert len(set(re.findall(r"chatcmpl-\d+", "\n".join(lines_of(name))))) == 24
+    guesses = infer_fields.infer(path, names=("reward", "group", "session", "sampling"))
+    assert guesses.best(["reward"])[0].flags() == ["--map.reward", REWARDS[producer]]
+    assert guesses.best(["group"])[0].flags() == ["--map.group", "prompt"]
+    assert not guesses.of("session")
+    assert not guesses.of("sampling")
+    assert np.isnan(tg.read(path).reward).all(), "a score is offered, and never taken silently"
+    stream = tg.stream(path, map={"reward": REWARDS[producer], "group": "prompt"})
+    traces = [trace for part in stream for trace in part]
+    said = "\n".join(stream.lines())
+    assert stream.read_report.bad == 0
+    assert "24 records are 8 conversations, whose calls share context.trace_id" in said
+    assert "32 records without a call say" in said
+    assert "8 calls of another model" in said
+    main, side = main_and_side(traces)
+    assert (len(main), len(side)) == (8, 8)
+    assert len({each.id for each in main}) == 8
+    assert sorted(each.reward for each in main) == [0.0] * 4 + [1.0] * 4
+    assert all(each.reward is None for each in side)
+    for trace in main:
+        system, asked, call, result, last = trace.messages
+        assert [each["role"] for each in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert (len(trace.generations), len(trace.rewards)) == (2, 0)
+        assert system["content"] == "Look it up, then say it."
+        [tool_call] = call["tool_calls"]
+        assert json.loads(tool_call["function"]["arguments"])["city"] in asked["content"]
+        assert result == {"role": "tool", "tool_call_id": tool_call["id"], "content": "short: Shorten: rai"}
+        # The first answer of each question is the right one, and has the score 1.
+        assert (
+            last["content"] in ("14 C and cloudy.", "Yes, it rains.", "Yes, 29 C.", "Very, 20 m/s.")
+        ) == trace.reward
+        assert [each.finish_reason for each in trace.generations] == ["tool_calls", "stop"]
+        assert all((each.temperature, each.top_p) == (np.float32(0.7), np.float32(0.9)) for each in trace.generations)
+        assert trace.model == "agent-7b"
+        if producer != "semconv":  # That instrumentation does not record tools.
+            assert trace.tools[0]["function"]["parameters"]["required"] == ["city"]
+        if producer == "openinference":  # Its raw response has the logprobs: -0.25, -0.5 and so on, one for each word.
+            count = len(last["content"].split())
+            assert trace.generations[1].logprobs.tolist() == [-0.25 * (at + 1) for at in range(count)]
+    for trace in side:
+        assert [each["content"] for each in trace.messages] == ["Shorten: rain, wind, 14 C", "short: Shorten: rai"]
+        assert trace.model == "summary-1b"
+    # Each group has the two attempts at one question; the calls of the tool's model are a group of their own.
+    assert sorted(map([each.group for each in traces].count, {each.group for each in traces})) == [2] * 4 + [8]
+
+
+@pytest.mark.parametrize("producer", SESSIONS)
+def test_a_session_joins_traces_and_calls_without_the_key_have_that_of_their_trace(producer):
+    # Only the root span has the key. Two runs of one session are two turns, in the order of their start.
+    traces = tg.read(
+        FILES / f"{producer}_otlp.jsonl.gz", map={"session": SESSIONS[producer], "reward": REWARDS[producer]}
+    )
+    main, side = main_and_side(traces)
+    assert sorted(each.id for each in main) == ["s0", "s1", "s2", "s3"]
+    assert [len(each.generations) for each in main] == [4] * 4
+    assert len(side) == 8
+    assert [each.reward for each in main] == [0.0] * 4, "the last reward of a conversation counts"
+
+
+def test_log_records_are_calls_and_belong_to_their_spans():
+    assert sum(len(trace.generations) for trace in tg.read(FILES / "semconv_logs.jsonl.gz")) == 24
+    both = [FILES / "semconv_logs.jsonl.gz", FILES / "semconv_otlp.jsonl.gz"]
+    stream = tg.stream(both, map={"reward": "scores.right"})
+    main, side = main_and_side([trace for part in stream for trace in part])
+    assert (len(main), len(side)) == (8, 8)
+    assert sum(len(trace.generations) for trace in (*main, *side)) == 24
+    assert "24 calls that a second span records too are left out" in "\n".join(stream.lines())
+    assert sorted(each.reward for each in main) == [0.0] * 4 + [1.0] * 4
+
+
+def test_spans_of_a_trace_can_be_in_any_order_and_in_any_files(tmp_path):
+    rows = lines_of("semconv_otlp_split.jsonl.gz")
+    random.Random(1).shuffle(rows)
+    for number in range(4):
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(rows[number::4]) + "\n")
+    one, other = (
+        sorted(
+            (trace.id, json.dumps(trace.messages), trace.reward or 0.0)
+            for trace in tg.read(path, map={"reward": "scores.right"})
+        )
+        for path in (FILES / "semconv_otlp.jsonl.gz", tmp_path)
+    )
+    assert [each[1:] for each in other if "#" not in each[0]] == [each[1:] for each in one if "#" not in each[0]]
+    assert len(one) == len(other) == 16
+    parts, reason = split_inputs([str(tmp_path)], part_bytes=4096)
+    assert (len(parts), reason) == (1, "the spans of a trace can be in any of its files")
+    assert len(tg.read(tmp_path, limit=3)) == 3
+
+
+def span(name, parent=None, trace="ab" * 16, start=1.0, **attributes):
+    """A span as the Python SDK writes it."""
+    context = {"trace_id": f"0x{trace}", "span_id": f"0x{name * 8}"}
+    start_time = f"2026-01-01T00:00:{start:09.6f}Z"
+    fields = {"name": name, "context": context, "parent_id": parent and f"0x{parent * 8}", "start_time": start_time}
+    return {**fields, "attributes": {key.replace("__", "."): value for key, value in attributes.items()}, "events": []}
+
+
+def chat(name, asked, answer, parent=None, model="m", kind="chat", **attributes):
+    """A span of a model call. `asked` are texts of the user and the model, by turns."""
+    roles = ("user", "assistant")
+    said = [{"role": roles[at % 2], "parts": [{"type": "text", "content": text}]} for at, text in enumerate(asked)]
+    output = [{"role": "assistant", "parts": [{"type": "text", "content": answer}], "finish_reason": "stop"}]
+    content = {"gen_ai__input__messages": json.dumps(said), "gen_ai__output__messages": json.dumps(output)}
+    content |= {"gen_ai__operation__name": kind, "gen_ai__request__model": model, **attributes}
+    return span(name, parent, start=len(asked), **content)
+
+
+def test_a_call_that_is_recorded_twice_counts_once():
+    agent = chat("a", ["q"], "4", kind="invoke_agent")
+    outer, inner = chat("b", ["q"], "4", "a"), chat("c", ["q"], "4", "b", tracegrad__policy_version=7)
+    beside = [chat(name, ["q", "4", "r"], "5", "a", gen_ai__response__id="x") for name in "de"]
+    again = [chat(name, ["q", "4", "r", "5", "s"], "6", "a", gen_ai__response__id=name) for name in "fg"]
+    stream = tg.stream([outer, inner, inner, agent, *beside, *again])
+    [trace] = [trace for part in stream for trace in part]
+    # The inner span counts, one of the spans with one response id, and two samples that only look alike.
+    assert trace.generations[0].policy_version == 7
+    assert len(trace.generations) == 4
+    assert "3 calls that a second span records too are left out" in "\n".join(stream.lines())
+
+
+def test_the_calls_of_another_agent_of_the_same_model_stand_apart():
+    tools = [
+        span("t", "a", gen_ai__operation__name="execute_tool"),
+        span("s", "t", gen_ai__operation__name="invoke_agent"),
+    ]
+    root = span("a", gen_ai__operation__name="invoke_agent", mark=0.5)
+    calls = [chat("b", ["q"], "4", "a"), chat("c", ["plan"], "x", "s"), chat("d", ["plan", "x", "y"], "z", "s")]
+    main, side = tg.read([*calls, *tools, root], map={"reward": "attributes.mark"})
+    assert [each["content"] for each in main.messages] == ["q", "4"]
+    assert [each["content"] for each in side.messages] == ["plan", "x", "y", "z"]
+    assert (main.reward, side.reward) == (0.5, None)
+
+
+def test_a_prefix_joins_the_calls_of_several_traces_that_continue_one_another():
+    root = span("a", trace="12" * 16, mark=0.5)
+    rows = [{**chat("b", ["q"], "4"), "context": {"trace_id": "1", "span_id": "2"}}, root]
+    rows.append({**chat("c", ["q", "4", "r"], "5", "a"), "context": {"trace_id": "12" * 16, "span_id": "3"}})
+    [trace] = tg.read(rows, map={"session": "prefix", "reward": "attributes.mark"})
+    assert [each["content"] for each in trace.messages] == ["q", "4", "r", "5"]
+    assert trace.reward == 0.5
+    for number, row in enumerate(rows[::2]):
+        row["attributes"]["session.id"] = "s"
+        row["attributes"]["session.number"] = number
+    assert infer_fields.infer(rows).best(["session"])[0].flags() == ["--map.session", "attributes.session.id"]
+
+
+def test_calls_without_messages_and_failed_calls_are_refused_at_their_line(tmp_path):
+    bare = span("a", gen_ai__operation__name="chat", gen_ai__request__model="m")
+    failed = {**span("b", gen_ai__operation__name="chat"), "status": {"status_code": "ERROR", "description": "503"}}
+    raised = {**failed, "events": [{"name": "exception", "attributes": {"exception.message": "no route"}}]}
+    raised["context"] = {"trace_id": "1", "span_id": "2"}
+    path = tmp_path / "spans.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (chat("c", ["q"], "4"), bare, failed, raised)))
+    report = tg.read(path, on_error="skip").read_report
+    assert (report.traces, report.bad) == (1, 3)
+    assert report.reasons == {"failed_call": 2, "wrong_type": 1}
+    assert re.search(r"spans.jsonl:3.*503", report.errors[0])
+    assert re.search(r"spans.jsonl:4.*no route", report.errors[1])
+    assert re.search(
+        r"spans.jsonl:2: the span a{8} is a model call without its messages.*CAPTURE_MESSAGE", report.errors[2]
+    )
+    with pytest.raises(tg.TracegradError, match="TG-FORMAT-005"):
+        tg.read(path)
+
+
+def generation_of(*records, **options):
+    [trace] = tg.read(list(records), **options)
+    [generation] = trace.generations
+    return trace, generation
+
+
+def test_token_ids_and_logprobs_are_read_as_the_proposal_and_as_recorders_name_them():
+    rows = {"token_ids": [[7, 7, 9], [8, 5, 8]], "logprobs": [[-0.5, -0.5, -2.0], [-0.25, -0.125, -0.25]]}
+    rows |= {"decoded_tokens": [["4", "4", "5"], ["!", "?", "!"]]}
+    named = {f"gen_ai.response.candidate.per_position_{kind}": json.dumps(each) for kind, each in rows.items()}
+    call = chat("a", ["q"], "4!")
+    structured = {**call, "attributes": {**call["attributes"], **named, "prompt_token_ids": "[1, 2]"}}
+    events = [
+        {
+            "name": "gen_ai.token.generated",
+            "attributes": {f"gen_ai.response.candidate.{kind}": each[at] for kind, each in rows.items()},
+        }
+        for at in (0, 1)
+    ]
+    lightning = {
+        "response_token_ids": [7, 8],
+        "logprobs.content": json.dumps([{"token": "4", "logprob": -0.5}, {"token": "!", "logprob": -0.25}]),
+    }
+    for each in (structured, {**call, "events": events}, {**call, "attributes": {**call["attributes"], **lightning}}):
+        _, generation = generation_of(each)
+        assert generation.token_ids.tolist() == [7, 8]
+        assert generation.logprobs.tolist() == [-0.5, -0.25]
+        assert generation.has_texts
+    assert generation_of(structured)[1].prompt_token_ids.tolist() == [1, 2]
+    two = {**structured, "attributes": {**structured["attributes"]}}
+    answers = json.loads(two["attributes"]["gen_ai.output.messages"]) * 2
+    two["attributes"]["gen_ai.output.messages"] = json.dumps(answers)
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*ids or logprobs of one answer, and 2 answers"):
+        tg.read([two])
+    del two["attributes"]["prompt_token_ids"]
+    two["attributes"] = {key: value for key, value in two["attributes"].items() if "per_position" not in key}
+    assert len(tg.read([two])) == 2
+
+
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "4"}]
+CONTENT = [
+    {"name": "gen_ai.content.prompt", "attributes": {"gen_ai.prompt": json.dumps(MESSAGES[:1])}},
+    {"name": "gen_ai.content.completion", "attributes": {"gen_ai.completion": json.dumps(MESSAGES[1:])}},
+]
+NAMED = [
+    {"name": "gen_ai.user.message", "attributes": {"content": "q"}},
+    {"name": "gen_ai.choice", "attributes": {"index": 0, "message": json.dumps(MESSAGES[1])}},
+]
+BODIES = [
+    {"name": "gen_ai.user.message", "attributes": {"gen_ai.event.content": json.dumps(MESSAGES[0])}},
+    {"name": "gen_ai.choice", "attributes": {"gen_ai.event.content": json.dumps({"message": MESSAGES[1]})}},
+]
+LISTED = json.dumps([{"event.name": each["name"], **each["attributes"]} for each in NAMED])
+PARTS = {
+    "gen_ai.system_instructions": [{"type": "text", "content": "be"}],
+    "gen_ai.input.messages": [
+        {
+            "role": "user",
+            "parts": [{"type": "text", "content": "see"}, {"type": "uri", "modality": "image", "uri": "https://x/a"}],
+        },
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": each, "response": {"a": 1}} for each in "xy"]},
+    ],
+    "gen_ai.output.messages": [
+        {"role": "assistant", "parts": [{"type": "reasoning", "content": "so"}, {"type": "text", "content": "4"}]}
+    ],
+    "gen_ai.tool.definitions": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "gen_ai.request.top_k": 40.0,
+    "gen_ai.request.frequency_penalty": 0.5,
+    "gen_ai.openai.request.logit_bias": {"50": -100},
+}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"events": CONTENT},
+        {"events": NAMED},
+        {"events": BODIES},
+        {"attributes": {"events": LISTED, "gen_ai.operation.name": "chat"}},
+    ],
+)
+def test_messages_in_events_are_read(part):
+    trace, generation = generation_of({**span("a", gen_ai__operation__name="chat"), **part})
+    assert [(each["role"], each["content"]) for each in trace.messages] == [("user", "q"), ("assistant", "4")]
+    assert generation.temperature is None
+
+
+def otlp_value(value):
+    """OTLP's typed value, written anew here: lists and objects at any depth."""
+    if isinstance(value, dict):
+        return {"kvlistValue": {"values": [{"key": key, "value": otlp_value(each)} for key, each in value.items()]}}
+    if isinstance(value, list):
+        return {"arrayValue": {"values": list(map(otlp_value, value))}}
+    return (
+        {"doubleValue": value}
+        if isinstance(value, float)
+        else {"intValue": str(value)}
+        if isinstance(value, int)
+        else {"stringValue": value}
+    )
+
+
+def test_structured_values_parts_and_options_are_read():
+    attributes = [{"key": key, "value": otlp_value(value)} for key, value in PARTS.items()]
+    attributes.append({"key": "blob", "value": {"bytesValue": "AAE="}})
+    ids = {"traceId": base64.b64encode(b"t" * 16).decode(), "spanId": base64.b64encode(b"s" * 8).decode()}
+    record = {"resourceSpans": [{"scopeSpans": [{"spans": [{**ids, "attributes": attributes}]}]}]}
+    [converted] = span_containers.spans_of(record)
+    assert converted["context"] == {"trace_id": (b"t" * 16).hex(), "span_id": (b"s" * 8).hex()}
+    assert converted["attributes"]["blob"] == "AAE="
+    trace, generation = generation_of(record)
+    system, asked, first, second, said = trace.messages
+    assert (system["content"], said["content"], said["reasoning_content"]) == ("be", "4", "so")
+    assert asked["content"][1] == {"type": "image_url", "image_url": {"url": "https://x/a"}}
+    assert [(each["tool_call_id"], each["content"]) for each in (first, second)] == [
+        ("x", '{"a": 1}'),
+        ("y", '{"a": 1}'),
+    ]
+    assert trace.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert generation.sampling == {"top_k": 40, "frequency_penalty": 0.5, "logit_bias": {"50": -100}}
+    bad = [
+        {"key": "gen_ai.output.messages", "value": otlp_value([{"role": "assistant", "parts": [{"type": "video"}]}])}
+    ]
+    record["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"] = bad
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*:1: .*a part of a message is of the type 'video'"):
+        tg.read([record])
+
+
+def test_openinference_messages_without_the_raw_call_are_read():
+    image = {"message_content.type": "image", "message_content.image.image.url": "https://x/a"}
+    text = {"message_content.type": "text", "message_content.text": "see"}
+    said = {"tool_call.id": "x", "tool_call.function.name": "f", "tool_call.function.arguments": "{}"}
+    attributes = {
+        "openinference.span.kind": "LLM",
+        "llm.input_messages": [{"message.role": "user", "message.contents": [text, image]}],
+        "llm.output_messages": [{"message.role": "assistant", "message.tool_calls": [said]}],
+        "llm.invocation_parameters": '{"temperature": 0.5, "top_k": 5}',
+        "annotations.0.annotation.name": "kind",
+        "annotations.0.annotation.score": 0.25,
+    }
+    columns = {f"attributes.{key}": value for key, value in attributes.items()}
+    row = {"context.trace_id": "1", "context.span_id": "2", "parent_id": None, "name": "llm", **columns}
+    trace, generation = generation_of(row, map={"reward": "scores.kind"})
+    assert trace.messages[0]["content"][1]["image_url"]["url"] == "https://x/a"
+    assert trace.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert (generation.temperature, generation.sampling, trace.reward) == (0.5, {"top_k": 5}, 0.25)
+
+
+def test_a_call_of_which_the_sdk_dropped_attributes_is_refused():
+    said = {f"llm.input_messages.{at}.message.{key}": value for at in (0, 1) for key, value in MESSAGES[0].items()}
+    said |= {f"llm.output_messages.0.message.{key}": value for key, value in MESSAGES[1].items()}
+    whole = span("a", openinference__span__kind="LLM", **said)
+    assert len(tg.read([whole])[0].messages) == 3
+    del said["llm.input_messages.0.message.role"], said["llm.input_messages.0.message.content"]
+    for each in ({**whole, "droppedAttributesCount": 2}, span("a", openinference__span__kind="LLM", **said)):
+        with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"):
+            tg.read([each])
+        raw = {"input.value": json.dumps({"model": "m", "messages": MESSAGES[:1] * 2})}
+        raw["output.value"] = json.dumps({"choices": [{"index": 0, "message": MESSAGES[1]}]})
+        assert len(tg.read([{**each, "attributes": {**each["attributes"], **raw}}])[0].messages) == 3
+
+
+def test_a_value_that_zipkin_cut_is_refused():
+    tags = {key: "x" * 128 if "output" in key else value for key, value in chat("a", ["q"], "4")["attributes"].items()}
+    tags["gen_ai.output.messages"] = json.dumps([{"role": "assistant", "content": "4"}])
+    row = {"traceId": "1", "id": "2", "name": "chat", "timestamp": 1, "tags": tags}
+    assert len(tg.read([row])) == 1
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*128 characters, to which Zipkin"):
+        tg.read([{**row, "tags": {**tags, "cut": "x" * 128}}])
+
+
+def test_a_spoiled_span_is_at_most_a_bad_record():
+    record = json.loads(lines_of("semconv_otlp_split.jsonl.gz")[2])
+    for row in spoiled(record):
+        report = tg.read([chat("a", ["q"], "4"), row], on_error="skip").read_report
+        assert report.traces >= 1
+        infer_fields.infer([row])
+    deep = {"stringValue": "x"}
+    for _ in range(60):
+        deep = {"arrayValue": {"values": [deep]}}
+    assert span_containers.plain(deep) is not None
+    assert span_calls.convert(span_containers.spans_of(span("a", x=deep))[0])[0] == span_calls.STEP
+
+
+def test_what_is_written_as_spans_is_read_again_as_it_was(tmp_path):
+    rows = [
+        json.loads(line)
+        for line in (Path(__file__).parents[1] / "golden" / "dumps" / "art.jsonl").read_text().splitlines()
+    ]
+    tool = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    sampled = {
+        "token_ids": [5, 6],
+        "logprobs": [-0.5, None],
+        "finish_reason": "length",
+        "temperature": 0.7,
+        "policy_version": 3,
+    }
+    messages = [
+        {"role": "system", "content": "be"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {"url": "https://x/a"}}],
+        },
+        {"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": [tool], "generation": sampled},
+        {"role": "tool", "tool_call_id": "x", "content": "14"},
+        {"role": "assistant", "content": "", "generation": {**sampled, "logprob_kind": "processed", "top_k": 4}},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    rows.append(
+        {"messages": messages, "tools": tools, "reward": 0.5, "rewards": {"tone": 1}, "group": "g", "model": "m"}
+    )
+    traces = tg.Traces.from_records(rows)
+    tg.write_spans(traces, tmp_path / "spans.jsonl")
+    names = {"reward": "scores", "group": "attributes.tracegrad.group", "session": "attributes.gen_ai.conversation.id"}
+    again = tg.read(tmp_path / "spans.jsonl", map={**names, "id": "attributes.gen_ai.conversation.id"})
+    assert len(again) == len(traces) == 3
+    for one, other in zip(traces, again, strict=True):
+        assert [{**each, "content": each.get("content")} for each in one.pool] == other.pool
+        assert (one.id, one.group, one.model, one.tools) == (other.id, other.group, other.model, other.tools)
+        wanted = {**one.rewards, **({} if one.reward is None else {"reward": one.reward})}
+        assert other.rewards == pytest.approx(wanted)
+        for left, right in zip(one.generations, other.generations, strict=True):
+            for name in ("token_ids", "prompt_token_ids", "logprobs"):
+                np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+            for name in (
+                "finish_reason",
+                "temperature",
+                "top_p",
+                "sampling",
+                "policy_version",
+                "logprob_kind",
+                "context",
+            ):
+                assert getattr(left, name) == getattr(right, name), name
+    heard = [{"role": "user", "content": [{"type": "input_audio"}]}, {"role": "assistant", "content": "4"}]
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-044.*'input_audio'"):
+        tg.write_spans([tg.Trace.from_messages(heard)], tmp_path / "spans.jsonl")
