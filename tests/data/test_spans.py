@@ -169,16 +169,16 @@ def test_a_call_that_is_recorded_twice_counts_once():
 
 
 def test_the_calls_of_another_agent_of_the_same_model_stand_apart():
-    tools = [
-        span("t", "a", gen_ai__operation__name="execute_tool"),
-        span("s", "t", gen_ai__operation__name="invoke_agent"),
-    ]
-    root = span("a", gen_ai__operation__name="invoke_agent", mark=0.5)
+    tool = span("t", "a", gen_ai__operation__name="execute_tool", mark=0.1)
+    inner = span("s", "t", gen_ai__operation__name="invoke_agent")
+    root = span("a", gen_ai__operation__name="invoke_agent", mark=0.5, reward=0.25)
     calls = [chat("b", ["q"], "4", "a"), chat("c", ["plan"], "x", "s"), chat("d", ["plan", "x", "y"], "z", "s")]
-    main, side = tg.read([*calls, *tools, root], map={"reward": "attributes.mark"})
-    assert [each["content"] for each in main.messages] == ["q", "4"]
-    assert [each["content"] for each in side.messages] == ["plan", "x", "y", "z"]
-    assert (main.reward, side.reward) == (0.5, None)
+    for spans in ([*calls, tool, inner, root], [root, tool, inner, *calls]):
+        main, side = tg.read(spans, map={"reward": "attributes.mark"})
+        assert [each["content"] for each in main.messages] == ["q", "4"]
+        assert [each["content"] for each in side.messages] == ["plan", "x", "y", "z"]
+        assert (main.reward, side.reward) == (0.5, None), "of several scores that of the outermost span"
+        assert tg.read(spans)[0].reward == 0.25, "a reward by that name is one"
 
 
 def test_a_prefix_joins_the_calls_of_several_traces_that_continue_one_another():

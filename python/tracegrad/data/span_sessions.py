@@ -105,14 +105,14 @@ class SpanSessions(Sessions):
 
     def join(self) -> Iterator[Joined]:
         """Yield every conversation as one record, after the refusals of calls whose messages are not recorded."""
-        for trace, entries in self._spans.items():
+        for trace, entries in sorted(self._spans.items(), key=lambda item: min(entry.order for entry in item[1])):
             calls = self._unique(trace, [entry for entry in entries if not entry.silent])
             named = {entry.span for entry in entries if not entry.silent}
             for entry in entries:
                 if entry.choice == _BARE and entry.span not in named:
                     named.add(entry.span)
                     yield entry.place, (entry.line, b"", span_calls.bare_refusal(entry.span).args[0])
-            silent = [replace(entry, choice=0) for entry in entries if entry.silent]
+            silent = self._by_depth(trace, [replace(entry, choice=0) for entry in entries if entry.silent])
             if self.field_map.session == "prefix":
                 self._free += calls
                 continue
@@ -126,8 +126,12 @@ class SpanSessions(Sessions):
         for trace, entries in self._spans.items():
             of_trace = [chain for chain in chains if any(entry.trace == trace for entry in chain)]
             if of_trace:
-                max(of_trace, key=len).extend(entry for entry in entries if entry.silent)
+                max(of_trace, key=len).extend(self._by_depth(trace, [entry for entry in entries if entry.silent]))
         return chains
+
+    def _by_depth(self, trace: str, entries: list[Entry]) -> list[Entry]:
+        """Sort the spans of a trace, the innermost first. Of several rewards the last one counts."""
+        return sorted(entries, key=lambda entry: (-len(self._ancestors(trace, entry.span)), entry.order))
 
     def _session_of(self, trace: str, name: str) -> str:
         """Return the key of a span: its own, its nearest ancestor's, the only one of its trace, or the trace id."""

@@ -65,7 +65,7 @@ def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if kind == STEP and not names and (call := _structural_call(span)) is not None:
             return CALL, call
         if kind != CALL:
-            return kind, dict(span)
+            return kind, {**span, **_reward(attributes)}
         raw = _raw_call(attributes)
         if raw is None and not has_answer:
             return FAILED if span["status"] else BARE, dict(span)
@@ -81,6 +81,18 @@ def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if span.get("is_cut"):
             raise ValueError("a value has 128 characters, to which Zipkin's exporters cut values by default")
         return CALL, _call(span, attributes, raw)
+
+
+def _reward(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reward of a span of Agent Lightning or AgentOps as {"reward": number}, {} without one."""
+    for name in ("agentlightning.reward.0.value", "reward"):
+        if attributes.get(name) is not None:
+            return {"reward": attributes[name]}
+    for name in ("agentops.task.output", "agentops.entity.output"):
+        value = chat.as_mapping(unfold(attributes, name))
+        if value.get("type") == "reward":
+            return chat.pick({"reward": value.get("value")}, ["reward"])
+    return {}
 
 
 def _call(span: Mapping[str, Any], attributes: Mapping[str, Any], raw: Any) -> dict[str, Any]:
