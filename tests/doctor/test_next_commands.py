@@ -16,11 +16,22 @@ MODEL = TESTS.parent / "examples" / "quickstart" / "model"
 FOLDERS = ("minisweagent", "openai_streams")
 NOT_RECORDS = ("vllm_prompts.json", "conversation.json", "cut_off.eval", "README.md")
 """Files of other tests: expected values, and a log without a sample."""
-OFTEN = ("golden/servers/vllm_", "golden/dumps/t", "fourth/", "third/s", "openai_calls", "mlflow", "openinference")
+OFTEN = (
+    "golden/servers/vllm_",
+    "golden/dumps/t",
+    "fourth/",
+    "third/s",
+    "openai_calls",
+    "mlflow",
+    "strangers/openinference",
+    "semconv_otlp.jsonl",
+)
 
 
 def files():
-    found = [path for folder in ("golden", "data/strangers") for path in sorted((TESTS / folder).rglob("*"))]
+    found = [
+        path for folder in ("golden", "data/strangers", "data/spans") for path in sorted((TESTS / folder).rglob("*"))
+    ]
     found = [path for path in found if path.is_file() and path.parent.name not in FOLDERS]
     found = [path for path in found if not path.name.endswith((".py", ".truth.json")) and path.name not in NOT_RECORDS]
     names = [path.relative_to(TESTS).as_posix() for path in found]
