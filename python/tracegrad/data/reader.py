@@ -397,9 +397,7 @@ class InputStream(Iterator[Traces]):
             records_without_call=dict(self._adapted.empty),
             left_out=dict(self._adapted.left_out),
             mapper=mapper_counts(self._mapper),
-            sessions=[
-                line for each in (self._batches, self._sessions, self._spans) if each for line in each.lines()
-            ],
+            sessions=[line for each in (self._batches, self._sessions, self._spans) if each for line in each.lines()],
         )
 
     def _read_all(self) -> Iterator[Traces]:

@@ -203,11 +203,7 @@ def split_inputs(
     """
     field_map = map or FieldMap()
     places = expand([source] if isinstance(source, (str, os.PathLike)) else source)
-    reason = _reason_not_cut(places, field_map, part_bytes)
-    may_be_cut = reason is None and len(places) > 1 and _size(places) > part_bytes
-    if may_be_cut and any(_has_batch_lines(place) for place in places):
-        reason = "the lines of a batch are joined by custom_id over all inputs"
-    if reason:
+    if reason := _reason_not_cut(places, field_map, part_bytes):
         return [Part(0, tuple(places), is_only=True)], reason if _size(places) > part_bytes else None
     parts: list[list[Place]] = [[]]
     for place in places:
@@ -225,18 +221,19 @@ def _reason_not_cut(places: list[Place], field_map: FieldMap, part_bytes: int) -
         return "--map.session joins records of all inputs"
     if any(not _can_reread(place) for place in places):
         return "a pipe can be read only once"
-    # Of addresses only the first is opened: each one is a request.
-    looked = [place for number, place in enumerate(places) if number == 0 or place.kind != "address"]
-    if _size(places) > part_bytes and any(map(_has_spans, looked)):
-        return "the spans of a trace can be in any of its files"
+    for head in map(_head, places) if _size(places) > part_bytes else ():
+        if any(map(is_spans, head)):
+            return "the spans of a trace can be in any of its files"
+        if len(places) > 1 and any(map(is_batch_line, head)):
+            return "the lines of a batch are joined by custom_id over all inputs"
     return None
 
 
-def _has_batch_lines(place: Place) -> bool:
-    """Return whether the first records of an input are lines of a batch API, whose other side is another input."""
+def _head(place: Place) -> list[Any]:
+    """Return the first records of an input, parsed; [] if it cannot be read, which its reader reports."""
     with contextlib.suppress(TracegradError):
-        return any(is_batch_line(parse_record(record)) for record in open_place(place, Options()).head())
-    return False
+        return [parse_record(record) for record in open_place(place, Options(on_error="skip")).head()]
+    return []
 
 
 def _can_reread(place: Place) -> bool:
