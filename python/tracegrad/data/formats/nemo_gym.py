@@ -59,9 +59,10 @@ def of_chat(record: Any) -> list[dict[str, Any]] | None:
         owner = chat.as_mapping(response) if _choices(response) else record
         fields = {**chat.as_mapping(owner.get("provider_specific_fields"))}
         fields |= chat.as_mapping(record.get("provider_specific_fields"))
-        choices = [_renamed_choice(each, fields) for each in _choices(owner)]
-        if not any("token_ids" in each for each in choices):
+        messages = [chat.as_mapping(each.get("message")) for each in _choices(owner)]
+        if not any(_has_ids(each) for each in (fields, *messages)):
             return None
+        choices = [_renamed_choice(each, fields) for each in _choices(owner)]
         prompts = [each.pop("prompt_token_ids") for each in choices if "prompt_token_ids" in each]
         renamed = {**owner, **({"prompt_token_ids": prompts[0]} if prompts else {}), "choices": choices}
         if owner is record:
@@ -77,12 +78,15 @@ def of_chat(record: Any) -> list[dict[str, Any]] | None:
         return converted
     if not isinstance(talk, list):
         return None
-    messages = [_renamed(each) for each in talk]
-    if not any("token_ids" in chat.as_mapping(each) for each in messages):
+    if not any(_has_ids(chat.as_mapping(each)) for each in talk):
         return None
-    messages = _without_padding(messages, converted)
+    messages = _without_padding([_renamed(each) for each in talk], converted)
     converted.append({**record, "messages": messages})
     return converted
+
+
+def _has_ids(message: Mapping[str, Any]) -> bool:
+    return message.get("generation_token_ids") is not None
 
 
 def _choices(value: Any) -> list[Any]:
@@ -100,7 +104,7 @@ def _renamed_choice(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dic
 
 def _renamed(message: Any) -> Any:
     """Return a message with its token fields under the names that the core reads; ids may be texts."""
-    if not isinstance(message, Mapping) or message.get("generation_token_ids") is None:
+    if not isinstance(message, Mapping) or not _has_ids(message):
         return message
     tokens = {name: message[key] for key, name in _TOKENS.items() if message.get(key)}
     for name in ("prompt_token_ids", "token_ids"):
