@@ -116,6 +116,19 @@ def test_log_records_are_calls_and_belong_to_their_spans():
     assert sum(len(trace.generations) for trace in (*main, *side)) == 24
     assert "24 calls that a second span records too are left out" in "\n".join(stream.lines())
     assert sorted(each.reward for each in main) == [0.0] * 4 + [1.0] * 4
+    graded = {"gen_ai.evaluation.name": "tone", "gen_ai.evaluation.score.label": "pass"}
+    values = [{"key": key, "value": {"stringValue": value}} for key, value in graded.items()]
+    of_span = {"traceId": "ab" * 16, "spanId": "61" * 8, "eventName": "gen_ai.evaluation.result", "attributes": values}
+    logs = {"resourceLogs": [{"scopeLogs": [{"logRecords": [{**of_span, "timeUnixNano": "5"}]}]}]}
+    assert [each.reward for each in tg.read([chat("a", ["q"], "4"), logs], map={"reward": "scores.tone"})] == [1.0]
+
+
+def test_spans_without_a_call_are_refused_and_say_what_lacks(tmp_path):
+    path = tmp_path / "spans.jsonl"
+    rows = [chat("a", ["q"], "4", kind="invoke_agent"), span("t", "a", gen_ai__operation__name="execute_tool")]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-045: .*spans.jsonl: none of the 2 spans is a model call"):
+        tg.read(path)
 
 
 def test_spans_of_a_trace_can_be_in_any_order_and_in_any_files(tmp_path):

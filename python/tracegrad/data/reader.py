@@ -425,6 +425,8 @@ class InputStream(Iterator[Traces]):
         for sessions in (self._sessions, self._spans):
             if sessions is not None:
                 yield from self._joined(sessions)
+        if self._spans is not None and not self._finished.records and not self._is_part:
+            self._spans.check()
         if self._folder is not None:
             self._folder.cleanup()
 

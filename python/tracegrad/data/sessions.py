@@ -181,7 +181,7 @@ _TOO_LONG = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Index entry of a record: its position in the temporary file, and the values by which it is joined.
 

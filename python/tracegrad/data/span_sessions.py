@@ -16,6 +16,7 @@ from tracegrad.data.formats import openai_calls, span_calls, span_containers
 from tracegrad.data.sessions import REWARD_FIELDS, Entry, Joined, Sessions, key_of, order_of, prefix_hashes
 from tracegrad.data.sources import Row
 from tracegrad.data.trace import Line
+from tracegrad.errors import ReadError
 
 _DEEPEST_TREE = 128
 _BARE = -1
@@ -45,6 +46,20 @@ class SpanSessions(Sessions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.by = self.field_map.session or span_containers.TRACE
+
+    def check(self) -> None:
+        """Check that a span is a model call.
+
+        Raises:
+            ReadError: if none is one.
+        """
+        if self.records_without_call and not self.records:
+            name = self.files[0] if self.files else "<records>"
+            raise ReadError(
+                f"TG-DATA-045: {name}: none of the {self.records_without_call:,} spans is a model call, so there is "
+                "nothing to train on. Record the spans of model calls too: their gen_ai.operation.name is chat, or "
+                "their openinference.span.kind is LLM."
+            )
 
     def add_spans(self, place: int, line: Line, raw: bytes, record: Any, mapper: Mapper) -> list[Row]:
         """Add the spans of one record. Return the rows of failed calls and of spans that are refused.
@@ -84,12 +99,13 @@ class SpanSessions(Sessions):
         tree[name] = _Node(known.parent or record["parent_id"], kind_of_node, known.session or session)
         order = order_of(record, self.field_map.order) if self.field_map.order else record["start_time"]
         entry = Entry(place, line, self._size, 0, order, header, trace=trace, span=name)
-        entries = self._spans.setdefault(trace, [])
         if kind != span_calls.CALL:
             values = {**chat.pick(record, REWARD_FIELDS), **header}
             is_bare = kind == span_calls.BARE
             self.records_without_call += kind not in (span_calls.BARE, span_calls.FAILED)
-            entries.append(replace(entry, header=values, silent=True, choice=_BARE if is_bare else 0))
+            if values or is_bare:
+                silent = replace(entry, header=values, silent=True, choice=_BARE if is_bare else 0)
+                self._spans.setdefault(trace, []).append(silent)
             return
         self.records += 1
         choices = openai_calls.of_made(record) or [record]
@@ -99,7 +115,8 @@ class SpanSessions(Sessions):
             response = chat.as_mapping(made["response"]).get("id")
             hashes = tuple(before) if path == "prefix" else tuple(before[-1:])
             fields = {"choice": choice, "before": hashes, "end": end, "response": response}
-            entries.append(replace(entry, offset=self._size, length=len(text), **fields))
+            call = replace(entry, offset=self._size, length=len(text), **fields)
+            self._spans.setdefault(trace, []).append(call)
             self._file.write(text)
             self._size += len(text)
 
