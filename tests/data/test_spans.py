@@ -265,6 +265,10 @@ def test_token_ids_and_logprobs_are_read_as_the_proposal_and_as_recorders_name_t
     assert len(tg.read([two])) == 2
 
 
+SCORE = [
+    {"key": "gen_ai.evaluation.name", "value": "tone"},
+    {"key": "gen_ai.evaluation.score.value", "value": 1.0},
+]
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "4"}]
 CONTENT = [
     {"name": "gen_ai.content.prompt", "attributes": {"gen_ai.prompt": json.dumps(MESSAGES[:1])}},
@@ -354,6 +358,77 @@ def test_structured_values_parts_and_options_are_read():
         tg.read([record])
 
 
+def otlp_span(plain, *, snake=False):
+    """A span in OTLP's JSON, or with the field names of protobuf."""
+    pairs = [{"key": key, "value": otlp_value(value)} for key, value in plain["attributes"].items()]
+    if snake:
+        pairs = json.loads(json.dumps(pairs).replace("stringValue", "string_value"))
+        return {"trace_id": "ab", "span_id": "1", "start_time_unix_nano": 5, "attributes": pairs}
+    return {"traceId": "ab", "spanId": "1", "startTimeUnixNano": "5", "attributes": pairs}
+
+
+CALL = chat("a", ["q"], "4", gen_ai__response__finish_reasons='["length"]')
+WRAPPED = {
+    "snake case": {"resource_spans": [{"scope_spans": [{"spans": [otlp_span(CALL, snake=True)]}]}]},
+    "old OTLP": {"resourceSpans": [{"instrumentationLibrarySpans": [{"spans": [otlp_span(CALL)]}]}]},
+    "Tempo": {"batches": [{"scopeSpans": [{"spans": [otlp_span(CALL)]}]}]},
+    "a list in a line": [otlp_span(CALL)],
+    "a record": {"spans": [otlp_span(CALL)], "id": "talk", "reward": 0.5, "group": "g"},
+    "a Jaeger trace": {
+        "traceID": "ab",
+        "spans": [
+            {
+                "spanID": "1",
+                "tags": [{"key": key, "type": "string", "value": value} for key, value in CALL["attributes"].items()],
+                "logs": [{"fields": [{"key": "event", "value": "gen_ai.evaluation.result"}, *SCORE]}],
+            }
+        ],
+    },
+    "ClickHouse events": {
+        "TraceId": "ab",
+        "SpanId": "1",
+        "SpanAttributes": CALL["attributes"],
+        "Events.Name": ["gen_ai.evaluation.result"],
+        "Events.Attributes": [{each["key"]: each["value"] for each in SCORE}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_other_containers_are_read(name, tmp_path):
+    path = tmp_path / "spans.jsonl"
+    path.write_text(json.dumps(WRAPPED[name]) + "\n")
+    has_score = name in ("a Jaeger trace", "ClickHouse events")
+    [trace] = tg.read(path, map={"reward": "scores.tone"} if has_score else {})
+    assert [(each["role"], each["content"]) for each in trace.messages] == [("user", "q"), ("assistant", "4")]
+    assert trace.generations[0].finish_reason == "stop"
+    assert trace.id == ("talk" if name == "a record" else "ab")
+    assert (trace.reward, trace.group) == ((0.5, "g") if name == "a record" else (1.0 if has_score else None, None))
+
+
+def test_what_single_recorders_do_is_read():
+    said = {"request": {"model": "m", "messages": MESSAGES[:1], "temperature": 0.5}}
+    said["response"] = {"choices": [{"index": 0, "message": MESSAGES[1], "token_ids": [7]}]}
+    mlflow = {"mlflow.spanType": '"CHAT_MODEL"', "mlflow.spanInputs": json.dumps(said["request"])}
+    mlflow["mlflow.spanOutputs"] = json.dumps(said["response"])
+    _, generation = generation_of({**span("a"), "attributes": mlflow})
+    assert (generation.token_ids.tolist(), generation.temperature) == ([7], 0.5)
+    # A call under names of no convention is searched for.
+    [trace] = tg.read(
+        [{**span("a"), "attributes": {"asked": mlflow["mlflow.spanInputs"], "got": mlflow["mlflow.spanOutputs"]}}]
+    )
+    assert trace.generations[0].token_ids.tolist() == [7]
+    listed = json.dumps([{"role": "assistant", "content": "4"}])
+    old = {"llm.request.type": "chat", "gen_ai.completion": listed, "gen_ai.response.finish_reasons": '["length"]'}
+    grade = {"agentops.task.output": json.dumps({"type": "reward", "value": 0.25})}
+    trace, generation = generation_of({**span("a"), "attributes": old}, {**span("b", "a"), "attributes": grade})
+    assert (generation.finish_reason, trace.reward) == ("length", 0.25)
+    called = {"llm.output_messages.0.message.function_call_name": "f", "llm.model_name": "m"}
+    called |= {"llm.output_messages.0.message.function_call_arguments_json": "{}", "openinference.span.kind": "LLM"}
+    trace, _ = generation_of({**span("a"), "attributes": called})
+    assert trace.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
 def test_openinference_messages_without_the_raw_call_are_read():
     image = {"message_content.type": "image", "message_content.image.image.url": "https://x/a"}
     text = {"message_content.type": "text", "message_content.text": "see"}
@@ -368,10 +443,14 @@ def test_openinference_messages_without_the_raw_call_are_read():
     }
     columns = {f"attributes.{key}": value for key, value in attributes.items()}
     row = {"context.trace_id": "1", "context.span_id": "2", "parent_id": None, "name": "llm", **columns}
-    trace, generation = generation_of(row, map={"reward": "scores.kind"})
-    assert trace.messages[0]["content"][1]["image_url"]["url"] == "https://x/a"
-    assert trace.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
-    assert (generation.temperature, generation.sampling, trace.reward) == (0.5, {"top_k": 5}, 0.25)
+    nested = {"openinference": {"span": {"kind": "LLM"}}, **{key: attributes[key] for key in list(attributes)[1:]}}
+    ids = {"trace_id": "1", "span_id": "2"}
+    others = [json.dumps(attributes), [[key, value] for key, value in attributes.items()], nested]
+    for each in (row, *({"context": ids, "attributes": other} for other in others)):
+        trace, generation = generation_of(each, map={"reward": "scores.kind"})
+        assert trace.messages[0]["content"][1]["image_url"]["url"] == "https://x/a"
+        assert trace.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+        assert (generation.temperature, generation.sampling, trace.reward) == (0.5, {"top_k": 5}, 0.25)
 
 
 def test_a_call_of_which_the_sdk_dropped_attributes_is_refused():

@@ -42,6 +42,7 @@ class SpanSessions(Sessions):
     repeated: int = 0
     _trees: dict[str, dict[str, _Node]] = field(default_factory=dict)
     _spans: dict[str, list[Entry]] = field(default_factory=dict)
+    _only_sessions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,10 +141,12 @@ class SpanSessions(Sessions):
     def _chains(self) -> list[list[Entry]]:
         """Join calls that continue one another. The longest conversation of a trace gets the values of its spans."""
         chains = super()._chains()
+        longest: dict[str, list[Entry]] = {}
+        for chain in sorted(chains, key=len):
+            longest |= dict.fromkeys((entry.trace for entry in chain), chain)
         for trace, entries in self._spans.items():
-            of_trace = [chain for chain in chains if any(entry.trace == trace for entry in chain)]
-            if of_trace:
-                max(of_trace, key=len).extend(self._by_depth(trace, [entry for entry in entries if entry.silent]))
+            if trace in longest:
+                longest[trace].extend(self._by_depth(trace, [entry for entry in entries if entry.silent]))
         return chains
 
     def _by_depth(self, trace: str, entries: list[Entry]) -> list[Entry]:
@@ -158,8 +161,10 @@ class SpanSessions(Sessions):
         for each in (name, *self._ancestors(trace, name)):
             if each in tree and tree[each].session is not None:
                 return str(tree[each].session)
-        keys = {node.session for node in tree.values()} - {None}
-        return str(keys.pop()) if len(keys) == 1 else trace
+        if trace not in self._only_sessions:
+            keys = {node.session for node in tree.values()} - {None}
+            self._only_sessions[trace] = str(keys.pop()) if len(keys) == 1 else trace
+        return self._only_sessions[trace]
 
     def _ancestors(self, trace: str, name: str) -> list[str]:
         tree, names = self._trees[trace], []
