@@ -49,6 +49,12 @@ LISTED = {"content": [{"token": "4", "logprob": -0.5, "bytes": [52]}]}
 KEPT = {**SAID, "extra": {"response": {"choices": [{"message": SAID, "logprobs": LISTED}]}, "timestamp": 1}}
 
 
+LINE = {"sessionId": "s", "isSidechain": False}
+BLOCKS = {"model": "m", "content": [{"type": "text", "text": "4"}, {"type": "tool_use", "id": "t", "name": "n"}]}
+RESULT = {"content": [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "5"}]}]}
+GYM = {"prompt_token_ids": [5], "generation_token_ids": [1], "generation_log_probs": [-0.5]}
+
+
 def of_trace(name):
     """A span of OTLP with a call, of a trace."""
     said = [{"role": "assistant", "parts": [{"type": "text", "content": "4"}]}]
@@ -146,6 +152,69 @@ EXAMPLES = {
         {"steps": [{"asked": [USER], "raw": {"choices": CHOICES[:1]}}, {"asked": [USER] * 2, "message": SAID}]},
     ],
     "span": [{"name": "chain", "context": {"trace_id": "a"}, "parent_id": None, "score": 1}, {"object": "trace"}],
+    "claude_code": [
+        {
+            "session_file": "claude_code",
+            "lines": [
+                {**LINE, "type": "user", "uuid": "u", "parentUuid": None, "message": {"content": "2+2?"}},
+                {**LINE, "type": "assistant", "uuid": "a", "parentUuid": "u", "message": {"id": "m", **BLOCKS}},
+                {**LINE, "type": "user", "uuid": "r", "parentUuid": "a", "message": RESULT},
+            ],
+            "broken": [4],
+        }
+    ],
+    "codex": [
+        {
+            "session_file": "codex",
+            "lines": [
+                {"type": "session_meta", "payload": {"id": "s", "base_instructions": {"text": "be"}}},
+                *({"type": "response_item", "payload": {"role": "user", **item}} for item in ITEMS),
+                {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": 1}},
+                {"type": "compacted", "payload": {"message": "m", "replacement_history": ITEMS[:1]}},
+            ],
+        }
+    ],
+    "openhands": [
+        {
+            "session_file": "openhands",
+            "name": "c",
+            "lines": [
+                {"id": "1", "kind": "MessageEvent", "llm_message": {"role": "user", "content": [{"text": "2+2?"}]}},
+                {"id": "2", "kind": "ActionEvent", "llm_response_id": "r", "thought": [], "tool_call": {"id": "c"}},
+                {"id": "3", "kind": "ObservationEvent", "observation": {"content": [{"text": "4"}]}},
+                {"id": "4", "kind": "Condensation", "forgotten_event_ids": ["2"], "summary": "s", "summary_offset": 1},
+            ],
+        }
+    ],
+    "nemo_gym_chat": [{"messages": [USER, {**SAID, **GYM}]}, {"choices": [{"message": {**SAID, **GYM}}]}],
+    "atropos": [
+        {"tokens": [[5, 1], [5, 2]], "masks": [[-100, 1], [-100, 2]], "scores": [1, 0], "messages": [[USER, SAID]] * 2}
+    ],
+    "nemo_rl": [
+        {
+            "content": [["a", "b"]],
+            "rewards": [1.0],
+            "input_lengths": [2],
+            "token_ids": [[5, 1, 0]],
+            "token_loss_mask": [[0, 1, 0]],
+            "generation_logprobs": [[0.0, -0.5, 0.0]],
+            "idx": 0,
+        }
+    ],
+    "prime_rl": [
+        {"export_sequence_idx": 0, "step": 1, "token_ids": [5, 1], "loss_mask": [False, True], "rl_weights": [0.0, 1.0]}
+    ],
+    "harbor_trial": [
+        {
+            "trial_name": "t",
+            "agent_info": {"model_info": {"name": "m"}},
+            "config": {"agent": {"kwargs": {"temperature": 1.0}}},
+            "verifier_result": {"rewards": {"reward": 1.0}},
+            "agent_result": {
+                "rollout_details": [{"prompt_token_ids": [[5]], "completion_token_ids": [[1]], "logprobs": [[-0.5]]}]
+            },
+        }
+    ],
     "export": [{"version": 1, "entries": [{"messages": [USER], "answer": {"choices": CHOICES[:1]}}] * 2}],
 }
 

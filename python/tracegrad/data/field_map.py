@@ -33,8 +33,6 @@ __all__ = [
 
 MOST_LOOKED, MOST_PATHS = 64, 2000
 """Most records, and most paths, that are searched for the nearest path if one matches nothing."""
-MOST_BYTES = 64 << 20
-"""Most bytes that can be added to one record or one conversation."""
 
 
 class BadValueError(Exception):

@@ -9,6 +9,8 @@ from tracegrad.errors import ArgumentError
 ON_ERROR = ("raise", "skip", "quarantine")
 MAX_RECORD_BYTES = 1 << 30
 CHUNK_BYTES = 8 << 20
+MOST_BYTES = 64 << 20
+"""Most bytes that can be added to one record, or that one conversation of several records can have."""
 
 
 @dataclass(frozen=True)

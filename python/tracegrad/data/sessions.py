@@ -17,7 +17,8 @@ from tracegrad import _core
 from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path
 from tracegrad.data.batches import as_call
-from tracegrad.data.field_map import MOST_BYTES, BadValueError, append_fields, parse_record
+from tracegrad.data.field_map import BadValueError, append_fields, parse_record
+from tracegrad.data.read_options import MOST_BYTES
 from tracegrad.data.sources import JsonOrRefusal, Row
 from tracegrad.data.trace import Line, Trace
 from tracegrad.errors import FormatError, TracegradError

@@ -17,7 +17,7 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.data import arrow, arrow_files
-from tracegrad.data.formats import eval_log
+from tracegrad.data.formats import eval_log, session_files
 from tracegrad.data.json_path import natural_sort_key
 from tracegrad.data.read_options import Options
 from tracegrad.data.trace import Line, ReadReport, Traces, format_location, to_json
@@ -203,7 +203,8 @@ class Place:
     """One source of records.
 
     Args:
-        kind: "file", "stdin", "parquet", "arrow", "saved" (a datasets folder), "eval" (an inspect-ai log) or "address".
+        kind: "file", "stdin", "parquet", "arrow", "saved" (a datasets folder), "eval" (an inspect-ai log), "address",
+            or "session" (a file whose lines are one session of an agent, or a folder of its events).
         path: local path, address, or "-" for standard input.
         size: size in bytes, 0 if unknown.
         modified: time of the last change in nanoseconds, 0 if unknown.
@@ -332,9 +333,11 @@ def _folder(folder: Path) -> list[Place]:
     paths, others = [], set()
     for root, folders, files in os.walk(folder):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=natural_sort_key)
+        if is_session := session_files.is_event_folder(files):
+            paths.append(root)
         for file in sorted(files, key=natural_sort_key):
             path = os.path.join(root, file)
-            if file.startswith(".") or _is_quarantine(file):
+            if file.startswith(".") or _is_quarantine(file) or is_session:
                 continue
             if suffix(file) in SUFFIXES:
                 paths.append(path)
@@ -351,6 +354,9 @@ def _folder(folder: Path) -> list[Place]:
 
 def _place_in_folder(path: str) -> Place:
     """Return the place of a file in a folder or pattern. A pipe is read only if the user names it directly."""
+    if os.path.isdir(path):
+        parts = [entry.stat() for entry in os.scandir(path)]
+        return Place("session", path, sum(each.st_size for each in parts), max(each.st_mtime_ns for each in parts))
     try:
         refuse_special(path)
     except OSError as error:
@@ -374,11 +380,14 @@ def _file(path: str) -> Place:
         if not stat.S_ISREG(info.st_mode):
             return Place("file", path)
         with open(path, "rb") as file:
-            head = file.read(8)
+            head = file.read(session_files.HEAD_BYTES)
     except OSError:
         return Place("file", path)
     is_stream = head[:4] == b"\xff\xff\xff\xff" and suffix(path) in (".arrow", ".feather")
-    return Place("arrow" if is_stream else kind_of(head), path, size, modified)
+    kind = "arrow" if is_stream else kind_of(head)
+    if kind == "file" and session_files.producer_of_file(path, head):
+        kind = "session"
+    return Place(kind, path, size, modified)
 
 
 def kind_of(head: bytes) -> str:
@@ -612,7 +621,8 @@ def open_place(place: Place, options: Options, folder: str | None = None) -> Sou
         ReadError, FormatError: if the place cannot be read.
         ArgumentError: if a required package is not installed, or rows do not support this `on_error`.
     """
-    if place.kind == "address" and kind_of(read_head(place.path)) != "file":
+    head = read_head(place.path, session_files.HEAD_BYTES) if place.kind == "address" else b""
+    if kind_of(head) != "file" or session_files.may_be_lines_of_a_session(head):
         local = local_copy(place.path, folder or tempfile.mkdtemp())
         return open_place(replace(expand([local])[0], size=place.size), options, folder)
     if place.kind in ("file", "stdin", "address"):
@@ -632,7 +642,8 @@ def _rows_of(place: Place, options: Options) -> arrow.RowStream:
         max_bytes = sum(map(arrow_files.max_record_bytes, files))
         batches = itertools.chain.from_iterable(map(arrow_files.arrow_batches, files))
         return arrow.RowStream(batches, place.path, max_bytes=max_bytes, **settings)
-    return JsonRows(eval_log.samples(place.path), place.path, **settings)
+    read = session_files.records if place.kind == "session" else eval_log.samples
+    return JsonRows(read(place.path), place.path, **settings)
 
 
 def open_object(records: Any, options: Options) -> Source:

@@ -24,7 +24,7 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
         or not any(_has_blocks(each) for each in conversation)
     ):
         return None
-    messages = [converted for each in conversation for converted in _messages(each)]
+    messages = [converted for each in conversation for converted in convert_message(each)]
     if not any(chat.role(each) == "system" for each in messages):
         messages = chat.with_system_prompt(chat.text_of(record.get("system")), messages)
     tools = record.get("tools")
@@ -39,7 +39,7 @@ def _has_blocks(message: Any) -> bool:
     return all(chat.as_mapping(block).get("type") in _ASSISTANT_BLOCKS for block in content)
 
 
-def _messages(message: Any) -> list[Any]:
+def convert_message(message: Any) -> list[Any]:
     """Convert a message; each tool result becomes a separate message before the other content."""
     content = chat.as_mapping(message).get("content")
     if not isinstance(content, list):

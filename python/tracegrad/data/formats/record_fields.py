@@ -10,7 +10,8 @@ from typing import Any
 
 from tracegrad.data import json_path
 from tracegrad.data.arrow import to_json
-from tracegrad.data.field_map import MOST_BYTES, BadValueError
+from tracegrad.data.field_map import BadValueError
+from tracegrad.data.read_options import MOST_BYTES
 from tracegrad.errors import TracegradError
 
 FAILED = "failed_call"

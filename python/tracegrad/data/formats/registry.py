@@ -14,6 +14,8 @@ from tracegrad.data.arrow import to_json
 from tracegrad.data.field_map import BadValueError, parse_record
 from tracegrad.data.formats import (
     anthropic,
+    claude_code,
+    codex,
     generic,
     harbor,
     inspect_ai,
@@ -21,9 +23,11 @@ from tracegrad.data.formats import (
     nemo_gym,
     openai,
     openai_calls,
+    openhands,
     prompt_response,
     pydantic_ai,
     record_fields,
+    session_tree,
     span_containers,
     token_rows,
 )
@@ -82,6 +86,9 @@ def _of_export(record: Any) -> list[dict[str, Any]] | None:
 
 EXPORT_ADAPTER = "export"
 ADAPTERS = (
+    Adapter(claude_code.NAME, claude_code.of_session, claude_code.KEYS),
+    Adapter(codex.NAME, codex.of_session, codex.KEYS),
+    Adapter(openhands.NAME, openhands.of_session, session_tree.KEYS),
     Adapter("langsmith", langchain.of_run, ("run_type",)),
     Adapter("langchain", langchain.of_talk, langchain.KEYS),
     Adapter("inspect_ai", inspect_ai.of_sample, ("epoch",)),
