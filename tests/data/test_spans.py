@@ -429,6 +429,32 @@ def test_what_single_recorders_do_is_read():
     assert trace.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
+@pytest.mark.parametrize("form", ["REST", "table", "columns", "columns before"])
+def test_evaluations_of_spans_by_their_ids_and_as_columns_are_found(form, tmp_path):
+    rows = [chat("a", [f"q{number}"], "4", trace=f"{number}" * 32) for number in range(4)]
+    for number, row in enumerate(rows):
+        row["context"]["span_id"] = str(number)
+    # get_span_annotations, get_span_annotations_dataframe, and evaluations that were joined to the table of spans.
+    results = [{"score": number % 2, "label": "x"} for number in range(4)] + [{"score": 1.0}]
+    named = [
+        {"name": "tone", "annotator_kind": "LLM", "span_id": str(at), "result": each} for at, each in enumerate(results)
+    ]
+    table = [
+        {"annotation_name": "tone", "annotator_kind": "LLM", "span_id": str(at), "result.score": each["score"]}
+        for at, each in enumerate(results)
+    ]
+    others = {"REST": [{"data": named, "next_cursor": None}], "table": table}.get(form, [])
+    if form == "columns":
+        rows = [{**row, "eval.tone.score": result["score"]} for row, result in zip(rows, results, strict=False)]
+    ordered = [*table, *rows] if form == "columns before" else [*rows, *others]
+    (tmp_path / "spans.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordered))
+    path = "eval.tone.score" if form == "columns" else "scores.tone"
+    assert infer_fields.infer(tmp_path).best(["reward"])[0].flags() == ["--map.reward", path]
+    stream = tg.stream(tmp_path, map={"reward": path})
+    assert [trace.reward for part in stream for trace in part] == [0.0, 1.0, 0.0, 1.0]
+    assert ("1 annotations are of spans that are not" in "\n".join(stream.lines())) == (form != "columns")
+
+
 def test_openinference_messages_without_the_raw_call_are_read():
     image = {"message_content.type": "image", "message_content.image.image.url": "https://x/a"}
     text = {"message_content.type": "text", "message_content.text": "see"}

@@ -389,10 +389,17 @@ class SpanStatistics:
         self._traces: dict[str, None] = {}
         self._seen: set[tuple[str, str]] = set()
         self._ends: dict[bytes, str] = {}
+        self._trace_of: dict[str, str] = {}
+        self._annotations: list[dict[str, Any]] = []
 
     def add(self, kind: str, span: dict[str, Any]) -> None:
         """Count a span. Only attributes that no convention defines for something else may be a reward or a group."""
-        trace = str(span["context"]["trace_id"])
+        context = span["context"]
+        if context["trace_id"] is None and str(context["span_id"]) not in self._trace_of:
+            self._annotations.append(span)
+            return
+        trace = str(context["trace_id"] or self._trace_of[str(context["span_id"])])
+        self._trace_of.setdefault(str(context["span_id"]), trace)
         attributes = {name: value for name, value in span["attributes"].items() if not _DEFINED.search(name)}
         others = {name: value for name, value in span.items() if name not in _SPAN_FIELDS}
         fields = {"attributes": attributes, **others}
@@ -410,6 +417,9 @@ class SpanStatistics:
 
     def candidates(self, session: str) -> Iterator[Candidate]:
         """Yield guesses for the reward and the group, and for the session if traces continue one another."""
+        for span in self._annotations:
+            if str(span["context"]["span_id"]) in self._trace_of:
+                self.add(span_calls.STEP, span)
         count = len(self._traces)
         columns = {path: column for path, column in self._columns.items() if not _SPAN_SESSION.search(path)}
         for each in (*_rewards(columns, count), *_groups(columns, count, self.calls, session or span_containers.TRACE)):

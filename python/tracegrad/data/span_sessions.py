@@ -37,9 +37,12 @@ class SpanSessions(Sessions):
 
     Args:
         repeated: number of calls left out because another span records them too.
+        unmatched: number of annotations of spans that are not in the inputs.
     """
 
     repeated: int = 0
+    unmatched: int = 0
+    _annotations: list[Entry] = field(default_factory=list)
     _trees: dict[str, dict[str, _Node]] = field(default_factory=dict)
     _spans: dict[str, list[Entry]] = field(default_factory=dict)
     _only_sessions: dict[str, str] = field(default_factory=dict)
@@ -92,6 +95,11 @@ class SpanSessions(Sessions):
         self, place: int, line: Line, kind: str, record: dict[str, Any], header: Mapping[str, Any], mapper: Mapper
     ) -> None:
         context, path = record["context"], self.field_map.session
+        if context["trace_id"] is None:
+            span = str(context["span_id"])
+            self.records_without_call += 1
+            self._annotations.append(Entry(place, line, 0, 0, record["start_time"], header, silent=True, span=span))
+            return
         trace, name = str(context["trace_id"]), str(context["span_id"])
         session = key_of(record, path) if path not in ("", "prefix") else None
         tree = self._trees.setdefault(trace, {})
@@ -123,6 +131,12 @@ class SpanSessions(Sessions):
 
     def join(self) -> Iterator[Joined]:
         """Yield every conversation as one record, after the refusals of calls whose messages are not recorded."""
+        traces = {name: trace for trace, tree in self._trees.items() for name in tree} if self._annotations else {}
+        for entry in self._annotations:
+            if entry.span in traces:
+                self._spans.setdefault(traces[entry.span], []).append(replace(entry, trace=traces[entry.span]))
+            else:
+                self.unmatched += 1
         for trace, entries in sorted(self._spans.items(), key=lambda item: min(entry.order for entry in item[1])):
             calls = self._unique(trace, [entry for entry in entries if not entry.silent])
             named = {entry.span for entry in entries if not entry.silent}
@@ -216,4 +230,6 @@ class SpanSessions(Sessions):
         lines = super().lines()
         if self.repeated:
             lines.append(f"         {self.repeated:,} calls that a second span records too are left out")
+        if self.unmatched:
+            lines.append(f"         {self.unmatched:,} annotations are of spans that are not in the inputs")
         return lines

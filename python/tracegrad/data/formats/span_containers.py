@@ -86,7 +86,7 @@ def _parts(record: Any) -> list[_Part] | None:
         resources = next((record[name] for name in names if isinstance(record.get(name), list)), None)
         if resources is not None:
             return list(_of_resources(resources))
-    if _is_span(record):
+    if _is_span(record) or _is_annotation(record):
         return [(record, {})]
     data, spans = record.get("data"), record.get("spans")
     if isinstance(data, list) and data and all(isinstance(each, Mapping) for each in data):
@@ -118,6 +118,22 @@ def _is_span(record: Any) -> bool:
         return False
     has_ids = _first(record, _TRACE_IDS) is not None and _span_id(record) is not None
     return has_ids and _attributes_of(record) is not None
+
+
+def _is_annotation(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is an annotation of Phoenix: the name and result of an evaluation of a span."""
+    return isinstance(record.get("span_id"), str) and "annotator_kind" in record and _annotation(record) != {}
+
+
+def _annotation(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the score of an annotation by its name; {} without one. Without a number, the label is the score."""
+    result = chat.as_mapping(json_path.parse_json_string(record.get("result")))
+    name = record.get("annotation_name", record.get("name"))
+    values = [
+        value for key in ("score", "label") for value in (result.get(key), record.get(f"result.{key}"), record.get(key))
+    ]
+    value = next((value for value in values if value is not None), None)
+    return {name: value} if isinstance(name, str) and value is not None else {}
 
 
 def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -157,6 +173,8 @@ def _span(span: Any, shared: Mapping[str, Any]) -> dict[str, Any]:
     """Return a span in the layout of this module."""
     if not isinstance(span, Mapping):
         raise TypeError(f"a span is {json_path.describe_type(span)}")
+    if _attributes_of(span) is None and _is_annotation(span):
+        span = {"context": {"span_id": span["span_id"]}, "attributes": {}, "scores": _annotation(span)}
     attributes = flat(_pairs(_attributes_of(span)))
     events = [_event(each) for each in _events_of(span)]
     body = span.get("body")
