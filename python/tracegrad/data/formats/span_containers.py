@@ -58,10 +58,11 @@ def spans_of(record: Any) -> list[dict[str, Any]] | None:
     """Return all spans of a record in one layout; None if it contains none.
 
     >>> value = {"key": "session.id", "value": {"stringValue": "s"}}
-    >>> span = {"traceId": "0A", "spanId": "0b", "startTimeUnixNano": "1500000000", "attributes": [value]}
+    >>> times = {"startTimeUnixNano": "1700000000500000000"}
+    >>> span = {"traceId": "0A", "spanId": "0b", **times, "attributes": [value]}
     >>> [each] = spans_of({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]})
     >>> each["context"], each["start_time"], each["attributes"]
-    ({'trace_id': '0a', 'span_id': '0b'}, 1.5, {'session.id': 's'})
+    ({'trace_id': '0a', 'span_id': '0b'}, 1700000000.5, {'session.id': 's'})
 
     Raises:
         BadValueError: if a list of spans contains something else.
