@@ -167,7 +167,7 @@ def test_failed_requests_of_a_batch_are_located_errors(tmp_path):
     assert report.bad == 3
     assert report.reasons == {"failed_call": 2, "incomplete": 1}
     for error, what in zip(
-        report.errors, ("batch_expired", "status 429.*slow", r"output file.*\*\*input_line"), strict=True
+        report.errors, ("batch_expired", "status 429.*slow", r"output file too: .*custom_id"), strict=True
     ):
         assert re.search(what, error), error
     assert "batch.jsonl:2" in report.errors[1]

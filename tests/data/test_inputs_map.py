@@ -189,6 +189,12 @@ def test_the_bytes_of_a_record_stay_and_the_mapped_fields_stand_behind_them(tmp_
             "request_id": "r",
         },
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "logprobs": [0.0, -0.5], "rewards": [0.0, 1.0]},
+        {
+            "rollout_id": "r",
+            "triplets": [{"prompt": {"token_ids": [5]}, "response": {"token_ids": [6]}}],
+            "final_reward": 0,
+        },
     ],
 )
 def test_a_mapping_counts_over_what_any_form_says(form):

@@ -69,6 +69,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "findings",
         "more",
         "mapped",
+        "summary",
         "found",
         "next",
     ]

@@ -117,14 +117,17 @@ class Batches:
         self._file.seek(offset)
         return self._file.read(length)
 
+    def unjoined(self) -> dict[str, int]:
+        """Return the number of requests without an answer, which are left out."""
+        return {"requests without an answer": len(self._requests.keys() - self._answers.keys()) if self._answers else 0}
+
     def lines(self) -> list[str]:
         """Return the counts as lines for a terminal."""
         if not self._answers:
             return []
         joined = len(self._requests.keys() & self._answers.keys())
         lines = [f"batch    {joined:,} answers have their request, by custom_id"]
-        if alone := len(self._requests) - joined:
-            lines.append(f"         {alone:,} requests without an answer are left out")
+        lines += [f"         {count:,} {name} are left out" for name, count in self.unjoined().items() if count]
         if alone := len(self._answers) - joined:
             lines.append(f"         {alone:,} answers have no request: their prompt is unknown")
         return lines

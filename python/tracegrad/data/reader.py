@@ -344,6 +344,8 @@ class InputStream(Iterator[Traces]):
         self._sessions: Sessions | None = None
         self._batches: Batches | None = None
         self._spans: SpanSessions | None = None
+        self._producer = "calls"
+        self._counts_before: tuple[dict[str, int], dict[str, int]] = {}, {}
         self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._object = resolve(source)
@@ -364,6 +366,7 @@ class InputStream(Iterator[Traces]):
         try:
             for traces in self._traces:
                 self._report_progress()
+                self._note_producer()
                 if len(traces):
                     return traces
         except TracegradError:
@@ -399,6 +402,23 @@ class InputStream(Iterator[Traces]):
             mapper=mapper_counts(self._mapper),
             sessions=[line for each in (self._batches, self._sessions, self._spans) if each for line in each.lines()],
         )
+
+    @property
+    def producer(self) -> str:
+        """Name of the producer of the last batch: the adapters that converted its records, or else their forms."""
+        return self._producer
+
+    def _note_producer(self) -> None:
+        forms = {name: count for name, (count, _) in self.read_report.formats.items()}
+        for counts, before in ((self._adapted.counts, self._counts_before[0]), (forms, self._counts_before[1])):
+            if names := [name for name, count in counts.items() if count > before.get(name, 0)]:
+                self._producer = ", ".join(names)
+                break
+        self._counts_before = dict(self._adapted.counts), forms
+
+    def unjoined(self) -> dict[str, int]:
+        """Return the numbers of lines of a batch without their other side, by their description."""
+        return self._batches.unjoined() if self._batches else {}
 
     def _read_all(self) -> Iterator[Traces]:
         for number in range(max(len(self._places), 1)):
@@ -453,6 +473,7 @@ class InputStream(Iterator[Traces]):
 
     def _of_batches(self, joined: Batches) -> Iterator[Traces]:
         """Yield the answers of batches with their requests, or add them to the sessions."""
+        self._producer = "batch"
         decoders: dict[int, Any] = {}
         count = 0
         for each in joined.join():

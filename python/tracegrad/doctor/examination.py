@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from tracegrad.doctor import (
 from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.doctor.finding import Check, Finding, Hits, Severity
 from tracegrad.doctor.next_command import next_command, unspecified_lines
+from tracegrad.doctor.reading_summary import ReadingSummary
 from tracegrad.doctor.stats import DatasetStats, SpreadSample
 from tracegrad.doctor.trace_batch import TraceBatch, Vocabulary
 from tracegrad.errors import ArgumentError, ExitCode, ReadError
@@ -125,6 +126,7 @@ class Diagnosis:
         suggestions: lines about fields that look like the reward, group or session, if you did not specify them, each
             with the flag to pass.
         next_command: the command to run next; None if there is none.
+        summary: totals of what was read for each producer, and of what was left out.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -149,6 +151,7 @@ class Diagnosis:
     mapping_notes: tuple[str, ...] = ()
     suggestions: tuple[str, ...] = ()
     next_command: str | None = None
+    summary: ReadingSummary = field(default_factory=ReadingSummary)
 
     @property
     def severity(self) -> Severity | None:
@@ -186,6 +189,7 @@ class Diagnosis:
             "findings": [finding.as_dict() for finding in self.findings[:SHOWN]],
             "more": [finding.name for finding in self.findings[SHOWN:]],
             "mapped": list(self.mapping_notes),
+            "summary": self.summary.as_dict(),
             "found": list(self.suggestions),
             "next": self.next_command,
         }
@@ -256,7 +260,7 @@ def diagnose(
     server_defaults = defaults if sampling_defaults == "model" else None
     stats, hits = DatasetStats(source), {check.name: Hits() for check in BATCH_CHECKS}
     traces = stream(paths, map=map, batch=BATCH, on_error="skip", progress=progress)
-    sample = SpreadSample(check_logprobs)
+    sample, summary = SpreadSample(check_logprobs), ReadingSummary()
     for part in traces:
         sequences = align(
             part,
@@ -268,10 +272,12 @@ def diagnose(
         )
         look = TraceBatch(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         stats.add(look)
+        summary.add(look, traces.producer)
         for check in BATCH_CHECKS:
             hits[check.name] += check.run(look)
         sample.add(part)
     stats.read = traces.read_report
+    summary.close(traces)
     hits |= {check.name: check.run(stats) for check in OF_FILES}
     sampling = (logprob_kind, server_defaults, server_profile)
     comparison = rescore.rescore(sample.traces(), model, tokenizer, *sampling) if sample.kept else None
@@ -302,7 +308,9 @@ def diagnose(
     if server_profile and following and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
     totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
-    return Diagnosis(source, *totals, findings, stats.rewards.line(), advice, tuple(traces.lines()), lines, following)
+    return Diagnosis(
+        source, *totals, findings, stats.rewards.line(), advice, tuple(traces.lines()), lines, following, summary
+    )
 
 
 def _with_kept_mass(hits: Hits, mass: tuple[float, float]) -> Hits:

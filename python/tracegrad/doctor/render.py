@@ -30,8 +30,9 @@ def render_lines(diagnosis: Diagnosis) -> list[str]:
     counts = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.trained_tokens:,} tokens to train"
     summary = f"{counts} in {source}"
     rewards = [f"         {diagnosis.rewards}"] if diagnosis.rewards else []
+    notes = [*diagnosis.mapping_notes, *diagnosis.summary.lines()]
     if diagnosis.severity is None:
-        first = [f"clean    {summary}: nothing found", *rewards, *map(printable, diagnosis.mapping_notes)]
+        first = [f"clean    {summary}: nothing found", *rewards, *map(printable, notes)]
         return [*first, *_suggestion_lines(diagnosis), *_advice_lines(diagnosis), *_next_lines(diagnosis)]
     count = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
     shown = [line for finding in findings[:SHOWN] for line in ["", *_finding_lines(finding)]]
@@ -40,7 +41,7 @@ def render_lines(diagnosis: Diagnosis) -> list[str]:
         f"{diagnosis.severity.name.lower():<8} {summary}",
         *rewards,
         f"         {count}; {_verdict(diagnosis)}",
-        *map(printable, diagnosis.mapping_notes),
+        *map(printable, notes),
         *shown,
         *(["", f"more     {more}"] if more else []),
         *_suggestion_lines(diagnosis),

@@ -166,7 +166,7 @@ fn attach_logprobs<'a>(generation: &'a Generation, resolution: &mut Resolution<'
     let count = resolution.ids.len();
     let Some(logprobs) = &tokens.logprobs else {
         if count > 0 {
-            resolution.report(Reason::MissingLogprob, 0, count, "the record has no logprobs".into());
+            resolution.report(Reason::MissingLogprob, 0, count, "no logprobs were read".into());
         }
         return;
     };

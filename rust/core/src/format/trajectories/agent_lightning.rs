@@ -30,7 +30,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut header = Columns(record).header(&[
         ("id", &["id", "rollout_id"]),
         ("group", &["group", "task_id"]),
-        ("reward", &["final_reward"]),
+        ("reward", &["reward", "final_reward"]),
     ])?;
     if record.is("triplets", Shape::List) {
         let body = triplets(record, &mut header)?;

@@ -25,7 +25,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         return decode_text(record);
     }
     let columns = Columns(record);
-    let header = columns.header(&[("group", &["group", "task_id"]), ("reward", &["rewards"])])?;
+    let header = columns.header(&[("group", &["group", "task_id"]), ("reward", &["reward", "rewards"])])?;
     let mut row = Row {
         ids: columns.ids("input_ids")?.unwrap_or_default(),
         sampled: columns.mask("loss_mask")?.unwrap_or_default(),

@@ -29,7 +29,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let Some(answer) = response.get("body").or_else(|| result.get("message")) else {
         return Err(reject(Reason::Incomplete, "TG-FORMAT-072", "a request of a batch without its response")
             .why("The answer of the policy is in the batch's output file")
-            .fix("Read the output file, or join the two by custom_id: json.dumps({**input_line, **output_line})"));
+            .fix("Name the output file too: the lines of both are joined by custom_id"));
     };
     let request = match record.object("request")? {
         Some(line) => line.get("body").or_else(|| record.get("request")),
