@@ -429,6 +429,34 @@ def test_what_single_recorders_do_is_read():
     assert trace.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
+def test_completions_of_texts_have_no_roles_and_prompts_without_an_answer_failed():
+    texts = {"gen_ai.operation.name": "text_completion", "gen_ai.prompt.0.content": "2+2=", "gen_ai.request.top_p": 0.5}
+    texts |= {"gen_ai.completion.0.content": "4", "gen_ai.completion.0.finish_reason": "length"}
+    texts |= {"gen_ai.response.candidate.per_position_token_ids": "[[7]]"}
+    listed = {"openinference.span.kind": "LLM", "llm.prompts.0.prompt.text": "2+2=", "llm.finish_reason": "length"}
+    listed |= {"llm.choices.0.completion.text": "4", "llm.invocation_parameters": '{"top_p": 0.5}'}
+    response = {"choices": [{"index": 0, "text": "4", "finish_reason": "length"}]}
+    raw = {"openinference.span.kind": "LLM", "output.value": json.dumps(response)}
+    raw["input.value"] = json.dumps({"model": "m", "prompt": "2+2=", "top_p": 0.5})
+    for attributes in (texts, listed, raw):
+        stream = tg.stream([{**span("a"), "attributes": attributes}])
+        [trace] = [trace for part in stream for trace in part]
+        assert list(stream.read_report.formats) == ["completions"]
+        assert [each["content"] for each in trace.messages][-1] == "4"
+        assert (trace.generations[0].finish_reason, trace.generations[0].top_p) == ("length", 0.5)
+        assert (trace.generations[0].token_ids is None) == (attributes is not texts)
+    # With a system message it is a chat, whatever the name of its operation.
+    several = {**texts, "gen_ai.prompt.0.role": "system", "gen_ai.prompt.1.content": "q"}
+    assert [each["role"] for each in tg.read([{**span("a"), "attributes": several}])[0].messages] == [
+        "system",
+        "user",
+        "assistant",
+    ]
+    asked = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": json.dumps(MESSAGES[:1])}
+    with pytest.raises(tg.TracegradError, match=r"TG-FORMAT-005.*a prompt and no answer"):
+        tg.read([{**span("a"), "attributes": asked}])
+
+
 @pytest.mark.parametrize("form", ["REST", "table", "columns", "columns before"])
 def test_evaluations_of_spans_by_their_ids_and_as_columns_are_found(form, tmp_path):
     rows = [chat("a", [f"q{number}"], "4", trace=f"{number}" * 32) for number in range(4)]

@@ -68,7 +68,7 @@ def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             return kind, {**span, **_reward(attributes)}
         raw = _raw_call(attributes)
         if raw is None and not has_answer:
-            return FAILED if span["status"] else BARE, dict(span)
+            return FAILED if span["status"] or _value(attributes, _INPUTS) else BARE, dict(span)
         is_numbered = not any(name in attributes for name in _INPUTS)
         if (
             raw is None
@@ -96,7 +96,7 @@ def _reward(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(span: Mapping[str, Any], attributes: Mapping[str, Any], raw: Any) -> dict[str, Any]:
-    request, response = raw or (_request(attributes), _response(attributes))
+    request, response = raw or _of_text(attributes) or (_request(attributes), _response(attributes))
     partial = {} if raw and "model" in request else chat.PARTIAL
     if raw:
         request = {**_options(attributes), **_tools(attributes), **request} if partial else request
@@ -142,8 +142,9 @@ def bare_refusal(span: str) -> BadValueError:
 
 def failed_call(span: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record that the core refuses as a failed call, with the message of the span."""
-    texts = (each["attributes"].get("exception.message") for each in span["events"] if each["name"] == "exception")
-    return record_fields.failed_call({}, str(next((text for text in texts if text), span["status"]["error"])))
+    texts = [each["attributes"].get("exception.message") for each in span["events"] if each["name"] == "exception"]
+    texts += [span["status"].get("error"), "its span has a prompt and no answer"]
+    return record_fields.failed_call({}, str(next(text for text in texts if text)))
 
 
 def _gathered(span: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,6 +197,8 @@ def _value(attributes: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 def _answers(attributes: Mapping[str, Any]) -> list[Any]:
     """Return the answers of a call, [] if none has content or a tool call."""
     answers = _value(attributes, _OUTPUTS)
+    if answers is None and (texts := _texts(attributes, _COMPLETIONS)):
+        return [{"role": "assistant", "content": text} for text in texts]
     if answers is None and _value(attributes, _SAMPLED_IDS) is not None:
         return [{"role": "assistant", "content": None}]
     if not isinstance(answers, list):
@@ -224,7 +227,11 @@ def _raw_call(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if isinstance(request.get("input"), (str, list)) and response.get("object") == "response":
             return dict(request), dict(response)
         messages, choices = request.get("messages"), response.get("choices")
-        if not isinstance(messages, list) or not isinstance(choices, list) or not choices:
+        if not isinstance(choices, list) or not choices:
+            continue
+        if isinstance(request.get("prompt"), str) and all(isinstance(each.get("text"), str) for each in choices):
+            return dict(request), dict(response)
+        if not isinstance(messages, list):
             continue
         if not all(isinstance(chat.as_mapping(each).get("message"), Mapping) for each in choices):
             continue
@@ -232,6 +239,47 @@ def _raw_call(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if all(map(chat.role, messages)) and (not isinstance(listed, list) or len(listed) == len(messages)):
             return dict(request), dict(response)
     return None
+
+
+def _of_text(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the request and the response of a completion of a text without roles; None for other calls.
+
+    As messages, the text would be read as if it had been rendered by a chat template.
+    """
+    names = (attributes.get("gen_ai.operation.name"), attributes.get("llm.request.type"))
+    prompts, answers = _texts(attributes, _PROMPTS), _texts(attributes, _COMPLETIONS)
+    if not prompts and not {"text_completion", "completion"}.isdisjoint(names):
+        request, response = _request(attributes), _response(attributes)
+        prompts = [each["content"] for each in request["messages"]] if _are_plain(request["messages"], "user") else []
+        said = [each["message"] for each in response["choices"]]
+        answers = [each["content"] for each in said] if _are_plain(said, "assistant") else []
+    if len(prompts) != 1 or not answers:
+        return None
+    request = {**chat.without(_request(attributes), "messages"), "prompt": prompts[0]}
+    reasons = [each["finish_reason"] for each in _response(attributes)["choices"]]
+    choices = [
+        {"index": index, "text": text, "finish_reason": reasons[index] if index < len(reasons) else None}
+        for index, text in enumerate(answers)
+    ]
+    response = {"choices": choices}
+    _add_tokens(attributes, response)
+    return request, response
+
+
+_PROMPTS, _COMPLETIONS = ("llm.prompts", "prompt"), ("llm.choices", "completion")
+
+
+def _texts(attributes: Mapping[str, Any], name: tuple[str, str]) -> list[Any]:
+    """Return the texts of OpenInference's list of prompts or choices: each is an object with a `text`."""
+    listed = unfold(attributes, name[0])
+    rows = listed if isinstance(listed, list) else []
+    texts = [chat.as_mapping(chat.as_mapping(row).get(name[1])).get("text") for row in rows]
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
+def _are_plain(messages: list[dict[str, Any]], role: str) -> bool:
+    """Return whether messages have only this role, and only text."""
+    return all(each["role"] == role and isinstance(each["content"], str) and len(each) == 2 for each in messages)
 
 
 def _request(attributes: Mapping[str, Any]) -> dict[str, Any]:
