@@ -123,6 +123,27 @@ def test_log_records_are_calls_and_belong_to_their_spans():
     assert [each.reward for each in tg.read([chat("a", ["q"], "4"), logs], map={"reward": "scores.tone"})] == [1.0]
 
 
+@pytest.mark.parametrize("has_span", [True, False])
+def test_messages_as_log_records_of_their_own_are_the_call_of_their_span(has_span):
+    bodies = [
+        ("gen_ai.system.message", {"content": "be"}),
+        ("gen_ai.user.message", {"content": "q"}),
+        ("gen_ai.assistant.message", {"tool_calls": [{"id": "x", "function": {"name": "f", "arguments": "{}"}}]}),
+        ("gen_ai.tool.message", {"id": "x", "content": "14"}),
+        ("gen_ai.choice", {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "4"}}),
+    ]
+    ids = {"traceId": "ab" * 16, "spanId": "a" * 8}
+    logs = [{**ids, "eventName": name, "body": otlp_value(body), "timeUnixNano": "5"} for name, body in bodies]
+    split = [{"resourceLogs": [{"scopeLogs": [{"logRecords": [each]}]}]} for each in logs]
+    bare = span("a", gen_ai__operation__name="chat", gen_ai__request__temperature=0.5)
+    for records in ([*split, bare], [bare, *split]) if has_span else (split,):
+        trace, generation = generation_of(*records)
+        assert [each["role"] for each in trace.messages] == ["system", "user", "assistant", "tool", "assistant"]
+        assert trace.messages[3]["tool_call_id"] == trace.messages[2]["tool_calls"][0]["id"] == "x"
+        assert (trace.messages[-1]["content"], generation.finish_reason) == ("4", "stop")
+        assert generation.temperature == (0.5 if has_span else None)
+
+
 def test_spans_without_a_call_are_refused_and_say_what_lacks(tmp_path):
     path = tmp_path / "spans.jsonl"
     rows = [chat("a", ["q"], "4", kind="invoke_agent"), span("t", "a", gen_ai__operation__name="execute_tool")]

@@ -5,6 +5,7 @@ another agent is a side call. A call that is recorded twice, by two instrumentat
 counts once. Spans without a call contribute their mapped values, such as the reward of their conversation.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ class SpanSessions(Sessions):
 
     repeated: int = 0
     unmatched: int = 0
+    _mapper: Mapper = field(init=False)
+    _messages: dict[tuple[str, str], list[Entry]] = field(default_factory=dict)
     _annotations: list[Entry] = field(default_factory=list)
     _trees: dict[str, dict[str, _Node]] = field(default_factory=dict)
     _spans: dict[str, list[Entry]] = field(default_factory=dict)
@@ -49,6 +52,7 @@ class SpanSessions(Sessions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._mapper = Mapper(self.field_map)
         self.by = self.field_map.session or span_containers.TRACE
 
     def check(self) -> None:
@@ -75,6 +79,7 @@ class SpanSessions(Sessions):
             record: the parsed record.
             mapper: the field map.
         """
+        self._mapper = mapper
         try:
             spans = span_containers.spans_of(record) or []
         except BadValueError as unfit:
@@ -83,6 +88,9 @@ class SpanSessions(Sessions):
 
     def _rows_of_span(self, place: int, line: Line, span: dict[str, Any], mapper: Mapper) -> list[Row]:
         """Add a span. Return its row if it is a failed call or is refused."""
+        if span["name"] in span_calls.MESSAGE_NAMES:
+            self._add_message(place, line, span)
+            return []
         try:
             kind, converted = span_calls.convert(span)
             self._add_span(place, line, kind, converted, mapper.header(converted), mapper)
@@ -90,6 +98,36 @@ class SpanSessions(Sessions):
             return [(line, to_json(span), unfit.args[0])]
         failed = [span_calls.failed_call(span)] if kind == span_calls.FAILED else []
         return [(line, to_json(span), to_json(each)) for each in failed]
+
+    def _add_message(self, place: int, line: Line, record: dict[str, Any]) -> None:
+        """Add a log record with one message of a call."""
+        trace, name = str(record["context"]["trace_id"]), str(record["context"]["span_id"])
+        entry = self._written(
+            Entry(place, line, 0, 0, record["start_time"], {}, trace=trace, span=name), to_json(record)
+        )
+        self._messages.setdefault((trace, name), []).append(entry)
+
+    def _written(self, entry: Entry, text: bytes) -> Entry:
+        """Write the JSON of a record to the temporary file, and return its index entry."""
+        self._file.seek(self._size)
+        self._file.write(text)
+        self._size += len(text)
+        return replace(entry, offset=self._size - len(text), length=len(text))
+
+    def _add_calls_of_messages(self) -> Iterator[Joined]:
+        """Add the calls whose messages are log records of their own. Yield the refusals."""
+        for (trace, name), entries in self._messages.items():
+            spans = self._spans.get(trace, [])
+            if any(entry.span == name and not entry.silent for entry in spans):
+                continue  # The span has its messages too.
+            first = min(entries, key=lambda entry: entry.order)
+            bare = next((entry for entry in spans if entry.span == name and entry.length), None)
+            context = {"context": {"trace_id": trace, "span_id": name}, "parent_id": None, "start_time": first.order}
+            unknown = {"name": "", **context, "attributes": {"gen_ai.operation.name": "chat"}, "status": {}}
+            span = json.loads(self._text(bare)) if bare else unknown
+            span["events"] = [json.loads(self._text(each)) for each in sorted(entries, key=lambda entry: entry.order)]
+            for line, raw, row in self._rows_of_span(first.place, first.line, span, self._mapper):
+                yield first.place, (line, raw, row)
 
     def _add_span(
         self, place: int, line: Line, kind: str, record: dict[str, Any], header: Mapping[str, Any], mapper: Mapper
@@ -114,6 +152,8 @@ class SpanSessions(Sessions):
             self.records_without_call += kind not in (span_calls.BARE, span_calls.FAILED)
             if values or is_bare:
                 silent = replace(entry, header=values, silent=True, choice=_BARE if is_bare else 0)
+                # Its messages may be log records, which are joined with its attributes at the end.
+                silent = self._written(silent, to_json(record)) if is_bare else silent
                 self._spans.setdefault(trace, []).append(silent)
             return
         self.records += 1
@@ -124,13 +164,11 @@ class SpanSessions(Sessions):
             response = chat.as_mapping(made["response"]).get("id")
             hashes = tuple(before) if path == "prefix" else tuple(before[-1:])
             fields = {"choice": choice, "before": hashes, "end": end, "response": response}
-            call = replace(entry, offset=self._size, length=len(text), **fields)
-            self._spans.setdefault(trace, []).append(call)
-            self._file.write(text)
-            self._size += len(text)
+            self._spans.setdefault(trace, []).append(self._written(replace(entry, **fields), text))
 
     def join(self) -> Iterator[Joined]:
         """Yield every conversation as one record, after the refusals of calls whose messages are not recorded."""
+        yield from self._add_calls_of_messages()
         traces = {name: trace for trace, tree in self._trees.items() for name in tree} if self._annotations else {}
         for entry in self._annotations:
             if entry.span in traces:

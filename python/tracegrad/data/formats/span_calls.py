@@ -45,6 +45,8 @@ _OUTPUTS = (
 _CONTENT_EVENTS = ("gen_ai.content.prompt", "gen_ai.content.completion", "gen_ai.client.inference.operation.details")
 _MESSAGE_EVENTS = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
 _CHOICE, _GENERATED = "gen_ai.choice", "gen_ai.token.generated"
+MESSAGE_NAMES = frozenset((*_MESSAGE_EVENTS, _CHOICE))
+"""Names of events with one message each. As log records, those of one span are its call."""
 _REQUEST = ("gen_ai.request", "gen_ai.openai.request", "agentlightning.operation.input")
 
 
