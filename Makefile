@@ -138,9 +138,10 @@ mutants: $(VENV)/dev  ## a room's code changed in places, and which changes no t
 nightly:  ## what takes long, each part by itself; the last lines are the seconds of each: make nightly SECONDS=600
 	.ci/stages --all nightly-tests nightly-faults nightly-parity nightly-strings test-debug test-oldest wheel $(addprefix fuzz-,$(FUZZERS))
 
-nightly-tests: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready  ## the tests that are marked nightly
+nightly-tests: $(VENV)/dev .venv-vllm/ready .venv-verifiers/ready .venv-stores/ready  ## the tests that are marked nightly
 	$(INSTALL) $(PINNED) "ray[data]>=2.40"
 	$(BIN)/python -m pytest -m nightly --vllm-python .venv-vllm/bin/python --verifiers-python .venv-verifiers/bin/python \
+		--stores-python .venv-stores/bin/python \
 		--ignore tests/parity --durations 40 tests
 
 nightly-faults: $(VENV)/dev .venv-vllm/ready  ## faults between a run and a real vLLM, in float32 and bfloat16, two seeds each
@@ -184,9 +185,10 @@ lock: $(UV)  ## the newest versions that fit, for the environments of tests; the
 	$(LOCK) pyproject.toml --extra dev --extra bench .ci/peers-requirements.txt .ci/tools.in -o .ci/constraints.txt
 	$(LOCK) .ci/vllm.in --override .ci/vllm-overrides.txt -o .ci/vllm.txt
 	$(LOCK) .ci/verifiers.in -o .ci/verifiers.txt
+	$(LOCK) .ci/stores.in -o .ci/stores.txt
 
 clean:
-	rm -rf target dist out $(VENV) .venv-vllm .venv-verifiers .venv-peers .venv-oldest
+	rm -rf target dist out $(VENV) .venv-vllm .venv-verifiers .venv-stores .venv-peers .venv-oldest
 
 # --- environments: made by uv, from one release build of the core and the versions of .ci/*.txt ---
 
@@ -238,6 +240,12 @@ $(VENV)/bench: $(WHEEL) .ci/constraints.txt
 .venv-verifiers/ready: $(UV) .ci/verifiers.txt
 	$(UV) venv --quiet --clear --seed --python $(PYTHON) .venv-verifiers
 	$(UV) pip install --quiet --python .venv-verifiers/bin/python --no-deps -r .ci/verifiers.txt
+	touch $@
+
+# The servers of trace stores, and their clients.
+.venv-stores/ready: $(UV) .ci/stores.txt
+	$(UV) venv --quiet --clear --seed --python $(PYTHON) .venv-stores
+	$(UV) pip install --quiet --python .venv-stores/bin/python --no-deps -r .ci/stores.txt
 	touch $@
 
 # Python 3.12 alone runs them all: SkyRL needs it, verl stops before 3.13. Their own requirements bring engines and

@@ -71,6 +71,7 @@ def pytest_pyfunc_call(pyfuncitem):
 def pytest_addoption(parser):
     parser.addoption("--vllm-python", type=os.path.abspath, help="interpreter of an environment that holds vLLM")
     parser.addoption("--verifiers-python", type=os.path.abspath, help="the same that holds verifiers 0.4")
+    parser.addoption("--stores-python", type=os.path.abspath, help="the same that holds arize-phoenix and mlflow")
     parser.addoption("--strings", type=int, default=10_000, help="adversarial strings for each tokenizer")
 
 

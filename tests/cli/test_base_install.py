@@ -59,6 +59,8 @@ MISSING = [
     (["replay", "none", "--model", "m", "--out", "o"], f"{TORCH}, tqdm, aiohttp", "tracegrad[online]"),
     (["record", "a.py:b", "--tasks", "none", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
     (["proxy", "--server", "u", "--out", "o"], "aiohttp", "tracegrad[online]"),
+    (["pull", "phoenix", "http://h", "--project", "p", "--out", "o"], "phoenix.client", "tracegrad[phoenix]"),
+    (["pull", "mlflow", "http://h", "--project", "p", "--out", "o"], "mlflow", "tracegrad[mlflow]"),
     (["receive", "--out", "o"], "opentelemetry.proto, google.rpc, uvicorn and h11", "tracegrad[receive]"),
     (["score", "none.jsonl", "--judge", "http://h", "--out", "o"], "aiohttp and orjson", "tracegrad[online]"),
     (["prepare", "none.jsonl", "--model", "m", "--out", "o", "--ray"], "ray and pyarrow", "tracegrad[ray]"),
@@ -185,6 +187,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 def test_the_extras_are_those_of_the_project():
     """Import names of pyproject's packages differ for a few, and two packages are needed otherwise."""
     projects = {"PIL": "pillow", "opentelemetry.proto": "opentelemetry-proto", "google.rpc": "googleapis-common-protos"}
+    projects |= {"phoenix.client": "arize-phoenix-client", "mlflow": "mlflow-skinny"}
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     for extra, packages in extras.EXTRAS.items():
         line = re.search(rf"^{extra} = \[(.*)\]$", text, re.MULTILINE)[1]

@@ -22,7 +22,7 @@ from tracegrad.errors import ExitCode
 DOCS = Path(__file__).parents[2] / "docs"
 COMMAND = [sys.executable, "-m", "tracegrad.cli"]
 VERBS = ("init", "train", "merge", "prepare", "doctor", "score", "view", "online", "replay", "record", "proxy")
-VERBS += ("receive",)
+VERBS += ("receive", "pull")
 
 
 def told(capsys, *words, code=0):
@@ -163,6 +163,7 @@ ARGUMENTS = {
     "record": ["mine.py:agent", "--tasks", "none", "--server", "http://h", "--out", "o"],
     "proxy": ["--server", "http://h", "--out", "o"],
     "receive": ["--out", "o"],
+    "pull": ["phoenix", "http://h", "--project", "p", "--out", "o"],
 }
 
 

@@ -10,7 +10,7 @@ from tracegrad.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
 VERBS = ("init", "score", "fill", "train", "merge", "prepare", "doctor", "view", "online", "replay", "record", "proxy")
-VERBS += ("receive",)
+VERBS += ("receive", "pull")
 
 
 def help_of(arguments, capsys):

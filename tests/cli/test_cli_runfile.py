@@ -112,6 +112,7 @@ def test_options_that_would_have_no_effect_are_refused(folder, capsys, section):
         ["record", "a.py:b", "--tasks", "t.jsonl", "--server", "http://127.0.0.1:9", "--out", "s3://bucket/run"],
         ["proxy", "--server", "http://127.0.0.1:9", "--out", "s3://bucket/run"],
         ["receive", "--out", "s3://bucket/run"],
+        ["pull", "mlflow", "http://h", "--project", "p", "--out", "s3://bucket/run"],
         ["merge", "adapters", "--out", "s3://bucket/run"],
         ["score", "t.jsonl", "--reward", "a.py:b", "--out", "s3://bucket/run"],
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tracegrad.cli import args, main, unexpected
+from tracegrad.cli import args, extras, main, unexpected
 from tracegrad.cli.args import Parser
 
 ARGUMENTS = {
@@ -29,6 +29,7 @@ ARGUMENTS = {
     "record": ["mine.py:agent", "--tasks", "t.py:tasks", "--server", "http://h", "--out", "o"],
     "proxy": ["--server", "http://h", "--model", "m", "--out", "o"],
     "receive": ["--out", "o"],
+    "pull": ["phoenix", "http://h", "--project", "p", "--out", "o"],
 }
 
 
@@ -99,6 +100,7 @@ def test_the_verbs_of_these_tests_are_all_verbs(capsys):
 @pytest.mark.parametrize("name", RAISED)
 def test_what_a_verb_raises_is_one_line_and_a_report(verb, name, reports, monkeypatch, capsys):
     raising(monkeypatch, RAISED[name])
+    monkeypatch.setattr(extras, "is_installed", lambda name: True)  # those of pull have an environment of their own
     assert main([verb, *ARGUMENTS[verb]]) == 1
     out, err = capsys.readouterr()
     assert out == ""

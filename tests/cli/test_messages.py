@@ -27,6 +27,7 @@ OF_VERBS = {
     "cli/prepare.py": ("prepare",),
     "cli/record.py": ("record", "proxy"),
     "cli/receive.py": ("receive",),
+    "receive/folder.py": ("receive", "pull"),
     "receive/": ("receive",),
     "cli/run_file.py": ("online",),
     "cli/score.py": ("score",),

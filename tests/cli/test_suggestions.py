@@ -71,6 +71,7 @@ def test_an_option_that_a_verb_does_not_have_is_refused_before_anything_is_read(
         "record": ["a.py:b", "--tasks", "t", "--server", "u", "--out", "o"],
         "proxy": ["--server", "u", "--out", "o"],
         "receive": ["--out", "o"],
+        "pull": ["phoenix", "http://h", "--project", "p", "--out", "o"],
     }[verb]
     for other in ("optimizer.lr", "online.steps"):
         code, said = error(capsys, verb, *arguments, f"--{other}", "1")
@@ -89,7 +90,7 @@ def test_the_options_that_are_refused_are_those_that_a_verb_does_not_read():
     for verb in ("init", "doctor", "view"):
         assert set(DOTTED[verb]) == fields
     assert set(DOTTED["score"]) == {*fields, "data.on_error"}
-    assert set(DOTTED["merge"]) == set(DOTTED["proxy"]) == set(DOTTED["receive"]) == set()
+    assert set(DOTTED["merge"]) == set(DOTTED["proxy"]) == set(DOTTED["receive"]) == set(DOTTED["pull"]) == set()
     assert {"data.text_only", "data.logprob_kind"} < set(DOTTED["prepare"]) - fields < set(options())
     assert "data.holdout" not in DOTTED["prepare"]
 

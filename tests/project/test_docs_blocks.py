@@ -31,7 +31,7 @@ NOT_RUN = {
     "how-to/verl.md": 1,
 }
 """Number of blocks of a page that do not run. The comment above each has the reason."""
-PARSED = {"merge", "online", "proxy", "receive", "record", "replay", "view"}
+PARSED = {"merge", "online", "proxy", "pull", "receive", "record", "replay", "view"}
 """Verbs that are only parsed: they need a server or a checkpoint of adapters, or do not end."""
 RUN = {"doctor", "fill", "init", "prepare", "score", "train"}
 

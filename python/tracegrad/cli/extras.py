@@ -27,6 +27,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "online": ("aiohttp", "starlette", "uvicorn", "h11", "zstandard", "orjson"),
     "view": ("starlette", "uvicorn"),
     "receive": ("opentelemetry.proto", "google.rpc", "uvicorn", "h11"),
+    "phoenix": ("phoenix.client",),
+    "mlflow": ("mlflow",),
     "lora": ("peft",),
     "images": ("PIL", "torchvision"),
     "arrow": ("pyarrow",),
@@ -147,6 +149,8 @@ def _requirements(options: argparse.Namespace, values: Mapping[str, Any]) -> Ite
         extras = ("online",)
     if verb == "view" and options.export is not None:
         extras = ()
+    if verb == "pull":
+        extras = (options.store,)
     if extras and not does_not_train:
         packages = dict.fromkeys(name for extra in extras for name in EXTRAS[extra])
         yield Requirement(verb, extras[-1], tuple(packages))

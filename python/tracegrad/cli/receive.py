@@ -1,4 +1,7 @@
-"""Run `tracegrad receive`: store the OpenTelemetry traces of running agents in a folder."""
+"""Run `tracegrad receive` and `tracegrad pull`: store traces in a folder.
+
+`receive` takes the OpenTelemetry traces of running agents. `pull` fetches those of a trace store.
+"""
 
 import argparse
 import asyncio
@@ -15,7 +18,7 @@ LINE_S = 10.0
 
 
 def add_to(commands: Any) -> None:
-    """Add the verb."""
+    """Add the verbs."""
     parser = verb(
         commands,
         "receive",
@@ -58,6 +61,46 @@ def add_to(commands: Any) -> None:
         help="the same for a trace without its root span (default 600)",
     )
     add_json_flag(parser)
+    parser = verb(
+        commands,
+        "pull",
+        "fetch the traces of a Phoenix project or an MLflow experiment, as a folder of traces",
+        _pull,
+        more="Needs pip install 'tracegrad[phoenix]' or 'tracegrad[mlflow]'. A later pull into the same folder fetches "
+        "only new and changed traces. A changed trace replaces the older one. Scores come along.",
+        examples=(
+            "phoenix http://127.0.0.1:6006 --project shop --out pulled",
+            "mlflow http://127.0.0.1:5000 --project shop --out pulled --key-file token",
+        ),
+        reason_no_effect="which stores traces as they are. Use it with doctor, view or train.",
+    )
+    parser.add_argument("store", choices=("phoenix", "mlflow"), help="kind of the trace store")
+    parser.add_argument("url", metavar="URL", help="address of its server")
+    parser.add_argument(
+        "--project", required=True, metavar="NAME", help="name of the Phoenix project, or of the MLflow experiment"
+    )
+    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="folder for the traces")
+    parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the server's access token")
+    add_json_flag(parser)
+
+
+def _pull(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:
+    from tracegrad.receive.folder import TraceFolder
+    from tracegrad.receive.pull import open_store, pull
+
+    key = read_key(options.key_file) if options.key_file else None
+    store = open_store(options.store, options.url, options.project, key)
+    with TraceFolder(options.out) as folder:
+        counts = pull(store, folder)
+    if options.json:
+        print_json({**counts, "out": str(options.out)})
+        return 0
+    print_lines(
+        f"pulled   {counts['new']:,} new and {counts['changed']:,} changed traces into {options.out}; "
+        f"{counts['unchanged']:,} are unchanged, {counts['unfinished']:,} have not ended",
+        *((f"next     tracegrad doctor {options.out} --model DIR",) if sum(counts.values()) else ()),
+    )
+    return 0
 
 
 def _receive(options: argparse.Namespace, overrides: list[tuple[str, Any]], arguments: list[str]) -> int:

@@ -393,6 +393,19 @@ class TraceFolder:
             raise self._write_error(path, error) from error
         return len(lines)
 
+    def has_line(self, trace: str) -> bool:
+        """Return whether the folder has the line of a trace."""
+        return self._place(trace) is not None
+
+    def property_value(self, name: str) -> str | None:
+        """Return a value that `set_properties` stored, None if there is none."""
+        row = self._database.execute("SELECT value FROM property WHERE name = ?", (name,)).fetchone()
+        return None if row is None else row[0]
+
+    def set_properties(self, values: Mapping[str, str]) -> None:
+        """Store values by name, in the transaction of `write_lines`."""
+        self._database.executemany("INSERT OR REPLACE INTO property VALUES (?, ?)", values.items())
+
     def _complete_drafts(self) -> None:
         """Move drafts that were committed to their places, and delete the others."""
         try:
