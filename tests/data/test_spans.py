@@ -393,8 +393,13 @@ WRAPPED = {
     "snake case": {"resource_spans": [{"scope_spans": [{"spans": [otlp_span(CALL, snake=True)]}]}]},
     "old OTLP": {"resourceSpans": [{"instrumentationLibrarySpans": [{"spans": [otlp_span(CALL)]}]}]},
     "Tempo": {"batches": [{"scopeSpans": [{"spans": [otlp_span(CALL)]}]}]},
-    "a list in a line": [otlp_span(CALL)],
-    "a record": {"spans": [otlp_span(CALL)], "id": "talk", "reward": 0.5, "group": "g"},
+    "a list in a line": [{"traceId": "ab", "spanId": "2"}, otlp_span(CALL)],
+    "a record": {
+        "spans": [otlp_span(CALL), {"traceId": "ab", "spanId": "2"}],
+        "id": "talk",
+        "reward": 0.5,
+        "group": "g",
+    },
     "a Jaeger trace": {
         "traceID": "ab",
         "spans": [

@@ -93,12 +93,18 @@ def _parts(record: Any) -> list[_Part] | None:
     if isinstance(data, list) and data and all(isinstance(each, Mapping) for each in data):
         inner = [_parts(each) for each in data]
         return None if any(each is None for each in inner) else [part for each in inner for part in each or ()]
-    if isinstance(spans, list) and spans and all(isinstance(each, Mapping) for each in spans):
+    if isinstance(spans, list) and _are_spans(spans):
         # The id of a record with spans is the id of its conversation, whatever the ids of their traces.
         own = next((record[name] for name in ("id", *_TRACE_IDS) if record.get(name) is not None), None)
         shared = {**chat.without(record, "spans", "id", "processes"), **({} if own is None else {"trace": own})}
-        return [(each, shared) for each in spans] if all(map(_attributes_of, spans)) else None
+        return [(each, shared) for each in spans]
     return None
+
+
+def _are_spans(spans: list[Any]) -> bool:
+    """Return whether a list is of spans of a record: each has an id, and one has attributes, as empty ones may lack."""
+    has_ids = all(isinstance(each, Mapping) and _span_id(each) is not None for each in spans)
+    return has_ids and any(_attributes_of(each) is not None for each in spans)
 
 
 def _of_resources(resources: list[Any]) -> Iterator[_Part]:
@@ -114,11 +120,11 @@ def _of_resources(resources: list[Any]) -> Iterator[_Part]:
 
 
 def _is_span(record: Any) -> bool:
-    """Return whether a record is a span: it has a trace id, a span id and attributes."""
+    """Return whether a record is a span: it has the ids of a trace and a span, and attributes or only a span's fields."""
     if not isinstance(record, Mapping) or "rollout_id" in record:
         return False
     has_ids = _first(record, _TRACE_IDS) is not None and _span_id(record) is not None
-    return has_ids and _attributes_of(record) is not None
+    return has_ids and (_attributes_of(record) is not None or record.keys() <= _FIELDS)
 
 
 def _is_annotation(record: Mapping[str, Any]) -> bool:
