@@ -120,7 +120,7 @@ def _of_resources(resources: list[Any]) -> Iterator[_Part]:
 
 
 def _is_span(record: Any) -> bool:
-    """Return whether a record is a span: it has the ids of a trace and a span, and attributes or only a span's fields."""
+    """Return whether a record is a span: it has a trace id, a span id, and attributes or only a span's fields."""
     if not isinstance(record, Mapping) or "rollout_id" in record:
         return False
     has_ids = _first(record, _TRACE_IDS) is not None and _span_id(record) is not None
