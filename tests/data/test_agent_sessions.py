@@ -16,7 +16,7 @@ from tracegrad.errors import FormatError, ReadError
 GOLDEN = Path(__file__).parents[1] / "golden" / "sessions"
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 CLAUDE, CODEX, OPENHANDS = GOLDEN / "claude_code.jsonl", GOLDEN / "rollout-codex.jsonl", GOLDEN / "openhands.json"
-FILES = [CLAUDE, CODEX, OPENHANDS, GOLDEN / "openhands"]
+FILES = [CLAUDE, CODEX, OPENHANDS, GOLDEN / "openhands", *GOLDEN.glob("a*.json*")]
 
 
 def lines_of(path):
@@ -181,7 +181,7 @@ def test_events_of_openhands_are_the_prompts_that_it_would_send(source):
     first = trace.pool[trace.generations[0].message]
     assert (len(first["tool_calls"]), first["reasoning_content"]) == (2, "Hm.")
     if source == GOLDEN:
-        assert sorted(each.id for each in traces) == ["c-1", "conversation-1", "openhands", "s-1", "s-1-ag1"]
+        assert {"c-1", "conversation-1", "openhands", "s-1", "s-1-ag1"} < {each.id for each in traces}
     else:
         assert left_out == {}
 
@@ -273,3 +273,116 @@ def test_a_session_without_answers_is_no_trace_and_is_counted():
     assert registry.convert_first_match({"session_file": "codex", "lines": []}).records == []
     assert registry.convert_first_match({"session_file": "openhands", "lines": []}).records == []
     assert read_options.MOST_BYTES == session_files.MOST_BYTES
+
+
+def test_events_of_autogen_are_calls_and_the_others_are_counted():
+    stream = tg.stream(GOLDEN / "autogen_events.jsonl")
+    [trace] = [trace for part in stream for trace in part]
+    assert [message["content"] for message in trace.messages] == ["Be brief.", "How many files?", "There are two."]
+    assert (trace.model, trace.tools[0]["function"]["name"], len(trace.generations)) == ("gpt-x", "count", 1)
+    assert (stream.tally().adapted, stream.tally().records_without_call) == ({"autogen": 4}, {"autogen": 3})
+    [(reason, count)] = stream.tally().left_out.items()
+    assert (reason.startswith("autogen: answers of streamed calls"), count) == (True, 1)
+
+
+def test_a_result_of_autogen_is_one_trace_for_each_agent_as_it_saw_the_team():
+    traces, left_out = read(GOLDEN / "autogen_results.jsonl")
+    told = [[(each["role"], each.get("name"), each["content"]) for each in trace.messages] for trace in traces]
+    assert told == [
+        [
+            ("user", "user", "How many files?"),
+            ("assistant", None, None),
+            ("tool", None, "2"),
+            ("assistant", None, "There are two."),
+        ],
+        [
+            ("user", "user", "Write."),
+            ("assistant", None, "A poem."),
+            ("user", "critic", "Too short."),
+            ("assistant", None, "A better poem."),
+        ],
+        [
+            ("user", "user", "Write."),
+            ("user", "writer", "A poem."),
+            ("assistant", None, "Too short."),
+            ("user", "writer", "A better poem."),
+        ],
+    ]
+    assert traces[0].messages[1]["reasoning_content"] == "I count."
+    assert traces[0].messages[1]["tool_calls"][0]["function"] == {"name": "count", "arguments": '{"folder": "/"}'}
+    lines = (GOLDEN / "autogen_results.jsonl").read_text().splitlines()
+    sampled = sum(bool(each["models_usage"]) for line in lines for each in json.loads(line)["messages"])
+    assert sum(len(trace.generations) for trace in traces) == sampled == 5
+    assert sum(left_out.values()) == 3
+    # A summary of a tool's result is no answer, and what a code executor saw is not known.
+    usage = {"prompt_tokens": 1, "completion_tokens": 1}
+    talk = [
+        {"source": "user", "type": "TextMessage", "content": "q", "models_usage": None},
+        {"source": "a", "type": "ToolCallSummaryMessage", "content": "2", "models_usage": None},
+        {"source": "a", "type": "TextMessage", "content": "A", "models_usage": usage},
+        {"source": "b", "type": "CodeGenerationEvent", "content": "B", "models_usage": usage},
+    ]
+    [trace], left_out = read([{"messages": talk, "reward": 1.0}])
+    assert ([message["content"] for message in trace.messages], trace.reward) == (["q", "A"], 1.0)
+    assert left_out["agents with code or memory: what they saw is not recorded"] == 1
+
+
+def test_a_chat_of_ag2_is_read_from_the_side_of_its_model():
+    [trace], left_out = read(GOLDEN / "ag2.json")
+    assert [(each["role"], each["content"]) for each in trace.messages] == [
+        ("user", "How many files?"),
+        ("assistant", None),
+        ("tool", "2"),
+        ("assistant", "There are two."),
+        ("user", "Sure?"),
+        ("assistant", "Two again."),
+    ]
+    assert len(trace.generations) == 3
+    assert len(left_out) == 1
+    record = json.loads((GOLDEN / "ag2.json").read_text())
+    # The one that executes tools is not the model, whoever began; what a person typed is context.
+    begun = [{"content": "hi", "role": "assistant", "name": "bot"}, *record["chat_history"]]
+    [trace], left_out = read([{**record, "chat_history": begun, "human_input": ["Two again."]}])
+    assert [trace.pool[each.message]["content"] for each in trace.generations] == [None, "There are two."]
+    assert left_out["messages that a person wrote or that began the chat: they are context"] == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda talk: [*talk, {"content": "x", "role": "user", "name": "third"}],
+        lambda talk: [{**each, "name": "person"} for each in talk],
+        lambda talk: [*talk, {"content": "x", "role": "tool", "name": "bot"}],
+    ],
+    ids=["three speakers", "one speaker", "both execute"],
+)
+def test_a_chat_of_ag2_whose_model_is_not_certain_is_refused(change):
+    record = json.loads((GOLDEN / "ag2.json").read_text())
+    with pytest.raises(FormatError, match=r"TG-DATA-043.*:1: .*person"):
+        tg.read([{**record, "chat_history": change(record["chat_history"])}])
+
+
+def test_logs_without_readable_answers_are_refused_with_the_reason(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text('time=2026-11-01T00:00:00.000Z level=INFO source=routes.go:1528 msg="Listening on [::]:11434"\n')
+    with pytest.raises(ReadError, match=r"TG-DATA-047: .*server.log:1"):
+        tg.read(log)
+    body = {"model": "m", "messages": [{"role": "user", "content": "2+2?"}], "stream": False, "options": {"top_k": 5}}
+    assert tg.read([body], on_error="skip").read_report.reasons == {"failed_call": 1}
+    said = {"role": "assistant", "content": "4"}
+    for whole in (
+        {**body, "messages": [*body["messages"], said]},
+        {"request": body, "response": {"model": "m", "message": said, "done": True}},
+        {**body, "response": {"choices": [{"message": said}]}},
+    ):
+        assert [len(each.generations) for each in tg.read([whole])] == [1]
+    call = {
+        "invocation_id": "i",
+        "wrapper_id": 1,
+        "thread_id": 2,
+        "request": {"messages": []},
+        "response": "Chat(id=1)",
+    }
+    with pytest.raises(FormatError, match=r"TG-DATA-043.*:1: .*str\(response\)"):
+        tg.read([call])
+    assert registry.convert_first_match({"wrapper_id": 1, "thread_id": 2, "agent_name": "a"}).records == []

@@ -68,6 +68,7 @@ EXAMPLES = {
         {"messages": [USER], "model_parameters": {}, "call_type": "x", "response": {}, "error_str": "x"},
         {"status": 500, "request": {"messages": [USER]}, "response": "<html>", "error": {"error": {"code": 5}}},
         {"prompt": "q", "output": None},
+        {"model": "m", "messages": [USER], "stream": False, "options": {"top_k": 5}},
     ],
     "langsmith": [
         {"run_type": "llm", "inputs": {"messages": [TALK[:1]]}, "outputs": {"generations": [[{"message": TALK[1]}]]}},
@@ -184,6 +185,34 @@ EXAMPLES = {
                 {"id": "3", "kind": "ObservationEvent", "observation": {"content": [{"text": "4"}]}},
                 {"id": "4", "kind": "Condensation", "forgotten_event_ids": ["2"], "summary": "s", "summary_offset": 1},
             ],
+        }
+    ],
+    "autogen": [
+        {"type": "LLMCall", "messages": [USER], "response": {"choices": CHOICES[:1]}, "tools": [], "agent_id": "a"},
+        {
+            "messages": [
+                {"source": "user", "type": "TextMessage", "content": "2+2?", "models_usage": None},
+                {"source": "a", "type": "ThoughtEvent", "content": "so", "models_usage": None},
+                {
+                    "source": "a",
+                    "type": "ToolCallRequestEvent",
+                    "content": [{"id": "c", "name": "n"}],
+                    "models_usage": {"a": 1},
+                },
+                {"source": "a", "type": "ToolCallExecutionEvent", "content": [{"call_id": "c", "content": "4"}]},
+            ]
+        },
+    ],
+    "ag2": [
+        {
+            "chat_id": 1,
+            "chat_history": [
+                {"role": "assistant", "name": "p", "content": "2+2?"},
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "name": "p", "tool_responses": [{"tool_call_id": "c", "content": "4"}]},
+                {"role": "user", "name": "b", "content": "4"},
+            ],
+            "human_input": [],
         }
     ],
     "nemo_gym_chat": [{"messages": [USER, {**SAID, **GYM}]}, {"choices": [{"message": {**SAID, **GYM}}]}],

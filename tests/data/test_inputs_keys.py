@@ -19,6 +19,7 @@ ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 CHOICES = [{"index": at, "message": {"role": "assistant", "content": "4"}} for at in range(2)]
 KEPT = {**CHOICES[0], "token_ids": [5]}
 # What the core reads as a conversation, and what beside it makes it the record of a producer.
+CALL = {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES[:1]}}
 BOTH = {
     "langsmith": {"run_type": "llm", "inputs": {}, "messages": TALK},
     "langchain": {"messages": TALK, "history": LANGCHAIN},
@@ -32,6 +33,16 @@ BOTH = {
     "kept_responses": {"messages": [TALK[0], {**TALK[1], "extra": {"response": {"choices": [KEPT]}}}]},
     "anthropic_talk": {"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
     "choices": {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES}, "scores": [1, 0]},
+    "claude_code": {"session_file": "claude_code", "lines": [], **CALL},
+    "codex": {"session_file": "codex", "lines": [], **CALL},
+    "openhands": {"session_file": "openhands", "lines": [], **CALL},
+    "autogen": {"type": "ToolCall", "agent_id": "a", "messages": TALK},
+    "ag2": {"wrapper_id": 1, "thread_id": 1, "messages": TALK},
+    "nemo_gym_chat": {"messages": [TALK[0], {**TALK[1], "generation_token_ids": [1]}]},
+    "atropos": {"tokens": [[5, 1]], "masks": [[-100, 1]], "scores": [1], **CALL},
+    "nemo_rl": {"content": [["a"]], "idx": 0, "rewards": [1.0], "token_ids": [], **CALL},
+    "prime_rl": {"export_sequence_idx": 0, "token_ids": [5, 1], "loss_mask": [0, 1], **CALL},
+    "harbor_trial": {"trial_name": "t", "agent_info": {}, "agent_result": {"rollout_details": []}, **CALL},
 }
 
 

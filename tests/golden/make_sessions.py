@@ -222,6 +222,101 @@ def openhands():
     (HERE / "openhands.truth").write_text(json.dumps(prompts) + "\n")
 
 
+def autogen():
+    """An agent with a tool, and a team of two agents with the replay client; the events of the first agent's client."""
+    import asyncio
+    import logging
+
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_agentchat.conditions import MaxMessageTermination
+    from autogen_agentchat.teams import RoundRobinGroupChat
+    from autogen_core import EVENT_LOGGER_NAME, FunctionCall
+    from autogen_core.logging import LLMCallEvent, LLMStreamEndEvent, LLMStreamStartEvent, ToolCallEvent
+    from autogen_core.models import CreateResult, RequestUsage
+    from autogen_ext.models.replay import ReplayChatCompletionClient
+
+    def count(folder: str) -> str:
+        """Count files."""
+        return "2"
+
+    info = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": False,
+        "family": "unknown",
+        "structured_output": False,
+    }
+    usage = RequestUsage(prompt_tokens=9, completion_tokens=3)
+    call = CreateResult(
+        finish_reason="function_calls",
+        content=[FunctionCall(id="t1", name="count", arguments='{"folder": "/"}')],
+        usage=usage,
+        cached=False,
+        thought="I count.",
+    )
+
+    async def results():
+        client = ReplayChatCompletionClient([call, "There are two."], model_info=info)
+        agent = AssistantAgent("counter", client, tools=[count], reflect_on_tool_use=True)
+        yield await agent.run(task="How many files?")
+        writer = AssistantAgent("writer", ReplayChatCompletionClient(["A poem.", "A better poem."], model_info=info))
+        critic = AssistantAgent("critic", ReplayChatCompletionClient(["Too short."], model_info=info))
+        yield await RoundRobinGroupChat([writer, critic], termination_condition=MaxMessageTermination(4)).run(
+            task="Write."
+        )
+
+    async def dump():
+        return [each.model_dump_json() async for each in results()]
+
+    lines = asyncio.run(dump())
+    (HERE / "autogen_results.jsonl").write_text("".join(line + "\n" for line in lines))
+    logged = []
+    logger = logging.getLogger(EVENT_LOGGER_NAME)
+    logger.setLevel(logging.INFO)
+    logger.handlers = [
+        type("Keep", (logging.Handler,), {"emit": lambda self, record: logged.append(str(record.msg))})()
+    ]
+    message = {"role": "assistant", "content": "There are two."}
+    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+    response = {"id": "c1", "object": "chat.completion", "created": 1, "model": "gpt-x", "choices": [choice]}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "name": "user", "content": "How many files?"},
+    ]
+    schema = {"type": "function", "function": {"name": "count", "parameters": {"type": "object"}}}
+    logger.info(
+        LLMCallEvent(messages=messages, response=response, prompt_tokens=9, completion_tokens=3, tools=[schema])
+    )
+    logger.info(ToolCallEvent(tool_name="count", arguments={"folder": "/"}, result="2"))
+    logger.info(LLMStreamStartEvent(messages=messages))
+    logger.info(LLMStreamEndEvent(response={"content": "Two."}, prompt_tokens=9, completion_tokens=3))
+    (HERE / "autogen_events.jsonl").write_text("".join(line + "\n" for line in logged))
+
+
+def ag2():
+    """A person's agent asks an agent with scripted replies; the history is that of the one who asks."""
+    from dataclasses import asdict
+
+    from autogen import ConversableAgent
+
+    replies = iter(
+        [
+            {
+                "content": None,
+                "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "count", "arguments": "{}"}}],
+            },
+            "There are two.",
+            "Two again.",
+        ]
+    )
+    person = ConversableAgent("person", llm_config=False, human_input_mode="NEVER", default_auto_reply="Sure?")
+    person.register_function({"count": lambda: "2"})
+    bot = ConversableAgent("bot", llm_config=False, human_input_mode="NEVER")
+    bot.register_reply([ConversableAgent, None], lambda agent, **given: (True, next(replies)), position=0)
+    result = person.initiate_chat(bot, message="How many files?", max_turns=3, silent=True)
+    (HERE / "ag2.json").write_text(json.dumps(asdict(result)) + "\n")
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()

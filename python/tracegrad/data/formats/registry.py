@@ -14,6 +14,7 @@ from tracegrad.data.arrow import to_json
 from tracegrad.data.field_map import BadValueError, parse_record
 from tracegrad.data.formats import (
     anthropic,
+    autogen,
     claude_code,
     codex,
     generic,
@@ -21,6 +22,7 @@ from tracegrad.data.formats import (
     inspect_ai,
     langchain,
     nemo_gym,
+    ollama,
     openai,
     openai_calls,
     openhands,
@@ -89,6 +91,10 @@ ADAPTERS = (
     Adapter(claude_code.NAME, claude_code.of_session, claude_code.KEYS),
     Adapter(codex.NAME, codex.of_session, codex.KEYS),
     Adapter(openhands.NAME, openhands.of_session, session_tree.KEYS),
+    Adapter("autogen", autogen.of_event, autogen.EVENT_KEYS),
+    Adapter("autogen", autogen.of_task_result, autogen.RESULT_KEYS),
+    Adapter("ag2", autogen.of_ag2, autogen.AG2_KEYS),
+    Adapter("ag2", autogen.of_ag2_log, autogen.AG2_LOG_KEYS),
     Adapter("langsmith", langchain.of_run, ("run_type",)),
     Adapter("langchain", langchain.of_talk, langchain.KEYS),
     Adapter("inspect_ai", inspect_ai.of_sample, ("epoch",)),
@@ -107,6 +113,7 @@ ADAPTERS = (
     Adapter("anthropic_talk", anthropic.of_talk, anthropic.KEYS),
     Adapter("chunk_list", openai.of_list),
     Adapter("choices", openai_calls.of_call),
+    Adapter(record_fields.FAILED, ollama.of_request, ollama.KEYS, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, finds_separate_answer=True),
     Adapter("logged_call", openai.of_call, weak=True, finds_separate_answer=True),
     Adapter("prompt_response", prompt_response.of_answered, weak=True, finds_separate_answer=True),
@@ -266,11 +273,16 @@ def _is_ours(record: Any) -> bool:
 
 
 def refuse_table(line: bytes, name: str) -> None:
-    """Refuse a table of separated text (CSV, TSV), whatever the name of the file.
+    """Refuse a table of separated text (CSV, TSV), whatever the name of the file, and the log of Ollama's server.
 
     Raises:
-        ReadError: if the line looks like a row of such a table; the message contains a line of Python that converts it.
+        ReadError: if the line looks like a row of such a table, or like a line of that log. The message contains a line
+            of Python that converts the table.
     """
+    if ollama.is_server_log(line):
+        raise ReadError(
+            f"TG-DATA-047: {name}:1: it is the log of Ollama's server. It has no requests and no answers. {ollama.FIX}."
+        )
     head = line[:4096].decode("utf-8", "replace").strip().split("\n")[0]
     for separator, reader in ((",", "csv"), ("\t", "table")):
         cells = head.split(separator)
