@@ -1,8 +1,12 @@
 """Everything that can be named as input gives the same traces, located in its own files."""
 
+import contextlib
 import gzip
 import io
 import json
+import sqlite3
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -109,6 +113,24 @@ def test_a_table_of_text_is_refused_with_the_line_that_converts_it(tmp_path, nam
     (tmp_path / name).write_text("prompt,answer,score\na,b,1\n")
     with pytest.raises(ReadError, match=r"TG-DATA-028.*orient='records.*lines=True"):
         tg.read(tmp_path / name)
+
+
+def test_a_database_is_refused_with_its_tables_and_the_line_that_converts_one(tmp_path):
+    path = tmp_path / "desk's.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        for name in ("sessions", *(f"part{number:02d}" for number in range(13))):
+            database.execute(f"CREATE TABLE {name} (id TEXT, messages TEXT)")
+        database.execute("INSERT INTO sessions VALUES ('a', ?)", [json.dumps([record(0)])])
+        database.commit()
+    with pytest.raises(ReadError, match=r"TG-DATA-047.*desk's\.db.*part00, part01.*part11 and 2 others") as refused:
+        tg.read(path)
+    command = str(refused.value).partition("the result: ")[2].replace("TABLE", "sessions")
+    command = command.replace("python -c", f"{sys.executable} -c").replace("> traces.jsonl", "")
+    [line] = subprocess.run(command, shell=True, capture_output=True, check=True, text=True).stdout.splitlines()
+    assert json.loads(line) == {"id": "a", "messages": json.dumps([record(0)])}
+    (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(4))
+    with pytest.raises(ReadError, match=r"TG-DATA-047.*none can be listed"):
+        tg.read(tmp_path / "broken.db")
 
 
 def test_a_table_under_another_name_is_told_by_its_first_line(tmp_path):

@@ -242,6 +242,33 @@ def test_roots_of_langsmith_alone_are_conversations_and_beside_their_runs_they_a
     assert [trace.id for trace in tg.read(path)] == ["r"]
 
 
+def test_assistant_messages_of_a_data_set_are_not_sampled_if_others_are_generated():
+    def message(role, content, **fields):
+        return {"role": role, "content": content, **fields}
+
+    asked = [
+        message("user", "Hi", source="input"),
+        message("assistant", "Hello", source="input"),
+        message("user", "A lamp?"),
+        message("assistant", "It depends."),
+        message("user", "Depends?"),
+    ]
+    answer = message("assistant", "3 €", source="generate")
+    content = [{"token": "3", "logprob": -0.5}, {"token": " €", "logprob": -1.5}]
+    # Other producers than rLLM have a model_output, such as evalscope: the response of the server.
+    output = {"choices": [{"message": answer, "logprobs": {"content": content}, "stop_reason": "stop"}]}
+    record = {"messages": [*asked, answer], "model_output": output, "score": 1}
+    [trace] = tg.read([record])
+    assert [(trace.messages[each.message]["content"], each.logprobs) for each in trace.generations] == [("3 €", None)]
+    [guess] = infer_fields.infer([record, record], names=["logprobs"]).guesses
+    [trace] = tg.read(
+        [record], map=dict(zip(*[iter(each.replace("--map.", "") for each in guess.flags())] * 2, strict=True))
+    )
+    assert [each.logprobs.tolist() for each in trace.generations] == [[-0.5, -1.5]]
+    [trace] = tg.read([{"messages": [*asked, {**answer, "source": "input"}]}])
+    assert len(trace.generations) == 3
+
+
 def test_longer_names_that_say_whose_the_text_is():
     [trace] = tg.read([{"user_query": "A lamp?", "model_output": "3", "best_answer": "4"}])
     assert [each["content"] for each in trace.messages] == ["A lamp?", "3"]

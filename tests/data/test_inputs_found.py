@@ -215,3 +215,11 @@ def test_which_answer_it_is_and_whether_the_call_failed_are_no_rewards():
         "grades",
         "scores",
     }
+
+
+def test_a_duration_does_not_order_the_calls_of_a_session():
+    for name, flags in (("time_to_first_token", []), ("end_time", []), ("timestamp", ["--map.order", "timestamp"])):
+        rows = [{**call, name: 0.1 * number} for number, call in enumerate(calls())]
+        rows = [{key: value for key, value in row.items() if key != "started"} for row in rows]
+        found = infer_fields.infer(rows, names=["session"])
+        assert found.of("session")[0].flags() == ["--map.session", "session_id", *flags]

@@ -224,3 +224,45 @@ def test_odd_values_of_calls_end_no_reading(row):
     rows = [{**row, "sid": 1}, {**row, "sid": 1}, {**call([user("a")], "b"), "sid": 2}]
     assert len(tg.read(rows, map={"session": "sid"}, on_error="skip")) >= 1
     assert infer_fields.infer(rows).records == 3
+
+
+def states(*texts, **more):
+    """Return a record whose only content is the messages so far: user, assistant, user and so on."""
+    return {"messages": [(said if at % 2 else user)(text) for at, text in enumerate(texts)], **more}
+
+
+def test_records_of_all_messages_so_far_are_one_conversation():
+    rows = [
+        states("a"),
+        states("a", "b"),
+        states("a", "b", "c"),
+        states("a", "b", "c", "d"),
+        states("a", "b", "c", "d", rating=0.5),
+        states("x", "b"),
+        states("x", "b", "c", rating=1),
+        states("y", "b"),
+        states("y", "b", "c", "d", "e"),
+        states("z", "b", "c"),
+    ]
+    stream = tg.data.stream(rows, map={"session": "prefix", "reward": "rating"})
+    traces = tg.data.concatenate(stream)
+    texts = [[each["content"] for each in trace.messages] for trace in traces]
+    assert texts == [["a", "b", "c", "d"], ["x", "b"], ["y", "b", "c", "d"], ["z", "b", "c"]]
+    assert [(len(trace.generations), trace.reward) for trace in traces] == [(2, 0.5), (1, 1.0), (2, None), (1, None)]
+    assert "4 records have only messages that another record has too" in " ".join(stream.lines())
+
+
+def test_states_that_differ_in_their_reward_or_tokens_stay_apart():
+    twice = [states("a", "b", rating=0), states("a", "b", rating=1)]
+    assert [trace.reward for trace in tg.read(twice, map={"session": "prefix", "reward": "rating"})] == [0, 1]
+    for fields in ({"token_ids": [1]}, {"generation": {"token_ids": [1]}}):
+        with_ids = states("a", "b")
+        with_ids["messages"][1] |= fields
+        assert len(tg.read([with_ids, with_ids], map={"session": "prefix"})) == 2
+    calls = [call([user("a")], "b"), call([user("a")], "b")]
+    assert len(tg.read(calls, map={"session": "prefix"})) == 2
+    # It is unknown which of two conversations the reward of their common beginning belongs to.
+    rows = [states("a", rating=1), states("a", "b"), states("a", "c")]
+    traces = tg.read(rows, map={"session": "prefix", "reward": "rating"})
+    assert [(len(trace.generations), trace.reward) for trace in traces] == [(0, 1.0), (1, None), (1, None)]
+    assert [trace.reward for trace in tg.read(rows[:2], map={"session": "prefix", "reward": "rating"})] == [1.0]

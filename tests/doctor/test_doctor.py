@@ -287,6 +287,58 @@ def test_duplicated_generations_are_found_by_record_by_response_and_by_tokens(tm
     assert first(found).line == 121
 
 
+def test_messages_with_the_same_ids_are_duplicates_and_a_log_of_them_is_wrong(tmp_path):
+    def talk(number, *texts):
+        roles = ("user", "assistant")
+        messages = [
+            {"role": roles[at % 2], "content": text, "id": f"message-{number}-{at}"} for at, text in enumerate(texts)
+        ]
+        return {"messages": messages, "score": number % 2, "topic": f"topic {number // 4}"}
+
+    talks = [talk(number, "Hello", "Hi", f"Question {number}?", "Yes") for number in range(8)]
+    copies = [{**talks[0], "source": "another file"}]
+    found = diagnosed([*talks, *copies], tmp_path)
+    assert names(found)["duplicated"] == "COSTS"
+    hits = next(finding.hits for finding in found.findings if finding.name == "duplicated")
+    assert (hits.count, "same ids and texts" in hits.description) == (1, True)
+    assert "recorded_twice" not in names(found)
+    assert names(diagnosed([*talks, *talks[:4]], tmp_path))["recorded_twice"] == "WRONG"
+    assert diagnosed([*talks, *talks[:4]], tmp_path).next_command is None
+    for talk_ in talks:  # Short ids are numbers in a conversation.
+        for message in talk_["messages"]:
+            message["id"] = message["id"][-1]
+    assert "duplicated" not in names(diagnosed([*talks, *[{**each, "n": 1} for each in talks]], tmp_path))
+    # If each record has all messages so far, the command joins them.
+    so_far = [{**each, "messages": each["messages"][:count]} for each in talks for count in (2, 4, 4)]
+    for at, message in enumerate(message for each in so_far for message in each["messages"]):
+        message["id"] = f"{message['content']}-{at % 4}-long"
+    found = diagnosed(so_far, tmp_path)
+    assert names(found)["recorded_twice"] == "WRONG"
+    assert found.next_command.startswith("tracegrad doctor")
+    assert "--map.session prefix" in found.next_command
+
+
+def test_turns_of_another_model_are_found(tmp_path):
+    def talk(number, **model):
+        messages = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "Yes", **model}]
+        return {"messages": messages, "score": number % 2, "topic": f"topic {number // 4}"}
+
+    def call(number, answered_by):
+        answer = {"role": "assistant", "content": "Yes"}
+        request = {"model": "alias", "messages": [{"role": "user", "content": f"{number}?"}]}
+        response = {"model": answered_by, "choices": [{"index": 0, "message": answer, "finish_reason": "stop"}]}
+        return {"request": request, "response": response, "score": number % 2, "topic": f"topic {number // 4}"}
+
+    unnamed = [talk(number) for number in range(20, 24)]
+    one = [*(call(number, "policy") for number in range(8)), *(talk(9, model="policy") for _ in range(2)), *unnamed]
+    assert "several_models" not in names(diagnosed(one, tmp_path))
+    found = diagnosed([*one, call(30, "guard"), talk(31, model="guard"), talk(32, model="judge")], tmp_path)
+    assert names(found)["several_models"] == "COSTS"
+    hits = next(finding.hits for finding in found.findings if finding.name == "several_models")
+    assert (hits.count, hits.total, hits.first.line) == (3, 13, 15)
+    assert hits.description == "'guard' in 2, 'judge' in 1; most are of 'policy'"
+
+
 def test_a_stream_that_lost_chunks_is_found_by_its_text_and_by_its_usage(tmp_path):
     def lose(record):
         for answer in answers(record):

@@ -176,6 +176,8 @@ _TOTAL = re.compile(r"^reward$|overall|\btotal$", re.I)  # Names of the total, i
 _MIN_ID_LENGTH = 8  # Characters of a string that may be an id under an unusual name.
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
+_NO_ORDER = re.compile(r"^end|_to_|duration|elapsed|latency|timeout", re.I)
+"""Names of times that do not order calls: their ends, and durations."""
 _NEVER = re.compile(
     r"token|latency|duration|cost|price|usage|max_|min_|temperature|top_[pk]|seed|created|timestamp|time|penalty|index|"
     r"\bn$|^choice$|version|port|^status(_code)?$|^state$|_reason$|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
@@ -720,7 +722,7 @@ def _order_of(columns: dict[str, _Column]) -> tuple[tuple[str, str], ...]:
     """Return ("order", path) of the first path whose values are mostly distinct numbers or times, if there is one."""
     for path, column in columns.items():
         last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
-        if not _ORDER.search(last) or len(column.values) * 2 < column.count or last.startswith("end"):
+        if not _ORDER.search(last) or _NO_ORDER.search(last) or len(column.values) * 2 < column.count:
             continue
         if all(json_path.number(value) is not None or json_path.parse_time(value) is not None for value in sample):
             return (("order", path),)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tracegrad import _core
@@ -187,6 +187,8 @@ class Entry:
     """Index entry of a record: its position in the temporary file, and the values by which it is joined.
 
     `trace`, `span`, `choice` and `response` are those of a span; `response` is the id of the response.
+    `state` is the hash of all messages of a record that has only their text: the state of a conversation, which a later
+    record may repeat. None for other records.
     """
 
     place: int
@@ -197,6 +199,7 @@ class Entry:
     header: Mapping[str, Any]
     before: tuple[bytes, ...] = ()
     end: bytes | None = None
+    state: bytes | None = None
     silent: bool = False
     trace: str = ""
     span: str = ""
@@ -225,6 +228,7 @@ class Sessions:
         differing_rewards: number of sessions whose rewards differ.
         records_without_call: number of records without a call, which only add values such as a reward to their session.
         split_off: number of calls of another model or other tools, which were split off their session.
+        repeated: number of records with only messages that other records have too, and which are not calls.
     """
 
     field_map: FieldMap
@@ -234,6 +238,7 @@ class Sessions:
     differing_rewards: int = 0
     records_without_call: int = 0
     split_off: int = 0
+    repeated: int = 0
     _keyed: dict[tuple[str, int], list[Entry]] = field(default_factory=dict)
     _free: list[Entry] = field(default_factory=list)
     _size: int = 0
@@ -269,16 +274,20 @@ class Sessions:
                 self.records_without_call += 1
             return
         order = order_of(record, self.field_map.order) if self.field_map.order else 0.0
-        before, end = (), None
-        if by_prefix and (calls := calls_of(record)):
+        before, end, state = (), None, None
+        if by_prefix and (calls := _joinable_calls(record)):
             hashes, end = prefix_hashes(calls[-1])
             before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
+            state = end if _is_text_state(record) else None
+        elif by_prefix and _is_text_state(record):
+            before = tuple(prefix_hashes({"request": record})[0])
+            state = before[-1]
         if key is not None:
             # Several rows of one record, such as the choices of a response, belong to separate conversations.
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
             self._origin = place, line, key
         self._file.write(raw)
-        entry = Entry(place, line, self._size, len(raw), order, header, before, end)
+        entry = Entry(place, line, self._size, len(raw), order, header, before, end, state)
         self._size += len(raw)
         self.records += 1
         (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
@@ -325,10 +334,27 @@ class Sessions:
         self._file.close()
 
     def _chains(self) -> list[list[Entry]]:
-        """Join each call to the session whose end is the longest prefix of its messages."""
+        """Join each call to the session whose end is the longest prefix of its messages.
+
+        A state of a conversation that another record repeats or continues is no call. It only adds its values, such as
+        a reward, to the conversation that has its messages.
+        """
         sessions: list[list[Entry]] = []
         ends: dict[bytes, list[int]] = {}
-        for entry in self._in_order(self._free, before=True):
+        states: dict[bytes, tuple[int, Entry]] = {}
+        entries = self._in_order(self._free, before=True)
+        continued = _continued_states(entries)
+        holders: dict[bytes, set[int]] = {digest: set() for digest in continued}
+        waiting = []
+        for entry in entries:
+            earlier = None if entry.state is None else states.get(entry.state)
+            if entry.end is None and entry.state in continued:
+                waiting.append(entry)
+                continue
+            if earlier is not None and _repeats(entry, earlier[1]):
+                sessions[earlier[0]].append(replace(entry, silent=True))
+                self.repeated += 1
+                continue
             prefix = next((digest for digest in reversed(entry.before) if digest in ends), None)
             if prefix is None:
                 number = len(sessions)
@@ -339,7 +365,19 @@ class Sessions:
             sessions[number].append(entry)
             if entry.end is not None:
                 ends.setdefault(entry.end, []).append(number)
-        return sorted(sessions, key=lambda session: min(entry.offset for entry in session))
+            if entry.state is not None:
+                states.setdefault(entry.state, (number, entry))
+            for digest in continued.intersection(entry.before):
+                holders[digest].add(number)
+        for entry in waiting:
+            numbers = holders[entry.state] if entry.state else set()
+            if not numbers or (entry.header and len(numbers) > 1):
+                sessions.append([entry])
+                continue
+            self.repeated += 1
+            if entry.header:
+                sessions[min(numbers)].append(replace(entry, silent=True))
+        return sorted(sessions, key=lambda session: min(entry.offset for entry in session if not entry.silent))
 
     def _joined(self, key: str | None, entries: list[Entry], side_headers: list[Mapping[str, Any]]) -> Iterator[Joined]:
         """Join the calls of one session.
@@ -350,7 +388,7 @@ class Sessions:
         calls = [(entry, text, parse_record(text)) for entry, text in texts]
         side_calls: list[list[Part]] = []
         if len(calls) > 1:
-            calls, others = _partition(calls, lambda part: calls_of(part[2]) is not None)
+            calls, others = _partition(calls, lambda part: _joinable_calls(part[2]) is not None)
             for entry, text, record in others:
                 keys = ", ".join(list(map(str, record))[:8]) or "none"
                 reason = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
@@ -397,7 +435,7 @@ class Sessions:
         last_rewards: dict[str, Any] = {}
         for entry, _, record in parts:
             fields = {**record, **entry.header}
-            calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in calls_of(record) or ()]
+            calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in _joinable_calls(record) or ()]
             shared = {**chat.pick(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
                 shared["id"] = shared["id"] if key is None else entry.header["id"]
@@ -429,6 +467,10 @@ class Sessions:
                 f"         {self.records_without_call:,} records without a call say what they say of their "
                 "conversations"
             )
+        if self.repeated:
+            lines.append(
+                f"         {self.repeated:,} records have only messages that another record has too, and are no calls"
+            )
         if self.split_off:
             lines.append(
                 f"         {self.split_off:,} calls of another model, or with other tools, that begin otherwise than "
@@ -437,6 +479,37 @@ class Sessions:
         if self.differing_rewards:
             lines.append(f"         {self.differing_rewards:,} rewards of one conversation differ: its last one counts")
         return lines
+
+
+def _joinable_calls(record: Any) -> list[dict[str, Any]] | None:
+    """Return the calls of a record; those of a state are its last answer, without the messages that follow it."""
+    if (calls := calls_of(record)) or not _is_text_state(record):
+        return calls
+    messages = record["messages"]
+    count = next((index for index in range(len(messages), 0, -1) if chat.role(messages[index - 1]) == "assistant"), 0)
+    return calls_of({**record, "messages": messages[:count]})
+
+
+def _is_text_state(record: Any) -> bool:
+    """Return whether a record has only the text of messages: no request or response, and nothing about their tokens."""
+    if not isinstance(record, Mapping) or not record.keys().isdisjoint(("request", "response", "calls", "choices")):
+        return False
+    messages = record.get("messages")
+    return chat.is_messages(messages) and not any(
+        chat.pick(each, chat.ANSWER_FIELDS[:2]) or chat.pick(each, ["generation"]) for each in messages
+    )
+
+
+def _continued_states(entries: Sequence[Entry]) -> set[bytes]:
+    """Return the states with which the messages of another record begin."""
+    states = {entry.state for entry in entries if entry.state is not None}
+    return {digest for entry in entries for digest in entry.before if digest in states and digest != entry.state}
+
+
+def _repeats(entry: Entry, earlier: Entry) -> bool:
+    """Return whether a record is another copy of the same state: from the same file, with values that do not differ."""
+    shared = entry.header.keys() & earlier.header.keys()
+    return entry.place == earlier.place and all(entry.header[key] == earlier.header[key] for key in shared)
 
 
 def _without_side_calls(parts: list[Part], owners: Sequence[str | None]) -> list[list[Part]]:
@@ -453,7 +526,7 @@ def _without_side_calls(parts: list[Part], owners: Sequence[str | None]) -> list
     chains: list[tuple[bool, int, bool]] = []
     ends: dict[bytes, int] = {}
     for index, (_, _, record) in enumerate(parts):
-        call = next(iter(calls_of(record) or ()), {})
+        call = next(iter(_joinable_calls(record) or ()), {})
         request = chat.as_mapping(call.get("request"))
         tools = request.get("tools") or record.get("tools") or []
         model_and_tools = [request.get("model") or record.get("model"), tools, owners[index]]

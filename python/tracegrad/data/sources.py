@@ -4,9 +4,12 @@ An input is a file, standard input, a folder, a glob or an fsspec address (s3://
 `cloud`). A `Source` yields decoded traces, or undecoded records that a caller can change first.
 """
 
+import contextlib
 import glob
 import itertools
 import os
+import shlex
+import sqlite3
 import stat
 import tempfile
 import threading
@@ -195,6 +198,8 @@ class Piece(Pipe):
 
 
 MOST_PLACES = 1_000_000
+MOST_TABLES = 12
+_SQLITE = b"SQLite format 3\0"
 _MAGIC = {b"PAR1": "parquet", b"ARROW1": "arrow", b"PK\x03\x04": "eval"}
 
 
@@ -383,11 +388,39 @@ def _file(path: str) -> Place:
             head = file.read(session_files.HEAD_BYTES)
     except OSError:
         return Place("file", path)
+    if head.startswith(_SQLITE):
+        _refuse_database(path)
     is_stream = head[:4] == b"\xff\xff\xff\xff" and suffix(path) in (".arrow", ".feather")
     kind = "arrow" if is_stream else kind_of(head)
     if kind == "file" and session_files.producer_of_file(path, head):
         kind = "session"
     return Place(kind, path, size, modified)
+
+
+def _refuse_database(path: str) -> None:
+    """Refuse an SQLite database, which traces are not read from.
+
+    Raises:
+        ReadError: always; the message names the tables, and contains a line of Python that writes one as JSON lines.
+    """
+    uri = f"{Path(path).absolute().as_uri()}?mode=ro&immutable=1"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
+            rows = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name").fetchall()
+    except sqlite3.Error:
+        rows = []
+    tables = [str(name) for (name,) in rows if not str(name).startswith("sqlite_")]
+    names = ", ".join(tables[:MOST_TABLES]) + (f" and {len(tables) - MOST_TABLES} others" * (len(tables) > MOST_TABLES))
+    select = "SELECT * FROM TABLE"
+    line = (
+        f"import json, sqlite3; d = sqlite3.connect({path!r}); d.row_factory = sqlite3.Row; "
+        f"[print(json.dumps(dict(row), default=str)) for row in d.execute({select!r})]"
+    )
+    raise ReadError(
+        f"TG-DATA-047: {path}: it is an SQLite database, with the tables {names or '(none can be listed)'}. Write the "
+        f"table that has the conversations to a file of JSON lines, and check the result: "
+        f"python -c {shlex.quote(line)} > traces.jsonl"
+    )
 
 
 def kind_of(head: bytes) -> str:

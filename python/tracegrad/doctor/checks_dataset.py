@@ -196,13 +196,53 @@ def unlike_rewards(stats: DatasetStats) -> Hits:
     "shards.",
 )
 def duplicated(stats: DatasetStats) -> Hits:
-    """Detect traces that occur earlier in the file: the same record, response ids, or tokens.
+    """Detect traces that occur earlier in the file: the same record, response ids, ids of messages, or tokens.
 
-    Threshold: any trace. Equal tokens count if their logprobs are equal to the bit and their probability is below e^-15
-    (once in three million). Without logprobs they count from 64 tokens. Short answers repeat by chance (1,588 turns of
-    the bundled example), and greedy answers always repeat.
+    Threshold: any trace. Equal tokens count if their logprobs are equal to the bit and their
+    probability is below e^-15 (once in three million). Without logprobs they count from 64 tokens. Short answers repeat
+    by chance (1,588 turns of the bundled example), and greedy answers always repeat.
     """
     return Hits(stats.copies.count, stats.traces, stats.copies.first, stats.copies.description)
+
+
+@check(
+    "generations that are recorded twice",
+    "traces",
+    wrong=0.2,
+    impact="Many samples count twice, because the input has each of them in several records or files.",
+    fix="If files repeat one another, such as predictions and their reviews, name one of them. If each record has all "
+    "messages so far, pass --map.session prefix. If retries were recorded, keep one of each response id.",
+    hides=("duplicated",),
+)
+def recorded_twice(stats: DatasetStats) -> Hits:
+    """Detect inputs of which many traces occur twice, by their record, response ids or ids of messages.
+
+    Threshold: 20 % of the traces.
+    """
+    return Hits(stats.copies.recorded_twice, stats.traces, stats.copies.first, stats.copies.description)
+
+
+@check(
+    "turns of another model",
+    "turns",
+    costs=0.0,
+    impact="A guard, a judge or a writer of summaries is trained as if the policy had sampled its text. With its "
+    "logprobs, the ratio compares two models.",
+    fix="Keep the records of the model that you train: select them by the name of their model. If the names are "
+    "versions of one policy, leave them.",
+)
+def several_models(stats: DatasetStats) -> Hits:
+    """Detect turns whose response names another model than most turns do.
+
+    Threshold: any turn. The first 2,000 traces are counted, without turns that name no model.
+    """
+    turns = stats.models.turns
+    if len(turns) < 2:
+        return Hits(0, sum(turns.values()))
+    (most, _), *others = turns.most_common()
+    names = ", ".join(f"{name!r:.60} in {count:,}" for name, count in others[:4])
+    first = stats.models.first[others[0][0]]
+    return Hits(sum(count for _, count in others), sum(turns.values()), first, f"{names}; most are of {most!r:.60}")
 
 
 @check(

@@ -87,6 +87,8 @@ OF_FILES: tuple[Check, ...] = (
     checks_dataset.equal_rewards,
     checks_dataset.unlike_rewards,
     checks_dataset.duplicated,
+    checks_dataset.recorded_twice,
+    checks_dataset.several_models,
     checks_dataset.stale_versions,
     checks_dataset.mismatches,
 )

@@ -59,6 +59,8 @@ def next_command(
     by_name = {finding.name: finding for finding in findings}
     wrong = {finding.name for finding in findings if finding.severity == Severity.WRONG}
     fixable = {*FIXED_BY_FLAG, *LOGPROB_FINDINGS, "shifted_logprobs"}
+    if guesses[0].of("session") and "session" in guesses[1]:
+        fixable.add("recorded_twice")
     if list(sources) == ["-"] or wrong - fixable or (rescored and "shifted_logprobs" in wrong):
         return None
     candidates, missing = guesses
@@ -76,8 +78,9 @@ def next_command(
         # The temperature decides which distribution the logprobs come from, so the doctor must run again with it.
         options = ["--logprob-kind", kind] if kind else []
         return shlex.join(["tracegrad", "doctor", *sources, "--model", str(model), *map_flags, *options])
-    if any(candidates.of(name) for name in ("logprobs", "token_ids") if name in missing):
-        # Most findings depend on the ids and logprobs, so the doctor must run again with them.
+    is_new = any(candidates.of(name) for name in ("logprobs", "token_ids") if name in missing)
+    if is_new or "recorded_twice" in wrong:
+        # Most findings depend on the ids and logprobs, and on which calls are a conversation.
         options = [
             *(["--logprob-kind", kind] if kind else []),
             *(["--sampling-defaults", defaults] if defaults else []),

@@ -6,13 +6,17 @@ trace and group, not with tokens.
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
+from tracegrad.data import chat
 from tracegrad.data.codes import LOGPROB_KINDS
-from tracegrad.data.trace import Line, ReadReport, Traces, format_location
+from tracegrad.data.field_map import parse_record
+from tracegrad.data.trace import Line, ReadReport, Trace, Traces, format_location
 from tracegrad.doctor.checks_logprobs import Zeros, top_logprobs_lag
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.trace_batch import Array, TraceBatch
@@ -23,6 +27,10 @@ PROMPT_MISMATCH = 31  # alignment reason of a turn whose prompt is not recorded
 CHANCE = 15.0  # nats: a trace this improbable is not sampled twice
 LONG = 64  # tokens: text this long, without logprobs, is not sampled twice
 RESPONSE_ID = re.compile(rb'"id"\s*:\s*"((?:chatcmpl|cmpl|resp|gen|msg)[-_](?!tool[-_])[^"\\]{8,200})"')
+
+MESSAGE_ID_LENGTH = 8  # characters: shorter ids of messages may be numbers within a conversation
+COUNTED_MODELS = 2000  # traces whose models are counted
+PROBED = 64  # traces whose messages are parsed to see whether they have ids
 
 CHOICE = re.compile(rb'"choice"\s*:\s*(\d+)')
 
@@ -56,9 +64,11 @@ class Hashes:
 COPY_DESCRIPTIONS = (
     "the same record, including its id, occurs earlier in the file",
     "responses with the same ids occur earlier in the file",
+    "messages with the same ids and texts occur earlier in the file",
     "the same tokens with the same logprobs occur earlier in the file",
     "the same tokens occur earlier in the file",
 )
+BY_TOKENS = 3  # index of the first description that does not compare ids
 
 
 @dataclass
@@ -66,41 +76,56 @@ class Duplicates:
     """Traces that occur in the file a second time, by their record, by a response id, or by improbable tokens."""
 
     seen: Hashes = field(default_factory=Hashes)
+    without_message_ids: int = 0
     count: int = 0
+    recorded_twice: int = 0
     first: Place | None = None
     description: str = ""
 
     def add(self, look: TraceBatch) -> None:
         """Look up each trace of the batch, then remember it."""
-        trace, kind, mark = _marks(look)
+        trace, kind, mark = self._marks(look)
         repeated = {int(look.trace[g]): text for g, (_, text) in sorted(look.mismatches(30).items(), reverse=True)}
         repeats = np.flatnonzero(self.seen.add(mark))
         for row in repeats[::-1]:
             repeated[int(trace[row])] = COPY_DESCRIPTIONS[kind[row]]
+        self.recorded_twice += sum(text in COPY_DESCRIPTIONS[:BY_TOKENS] for text in repeated.values())
         self.count += len(repeated)
         if repeated and self.first is None:
             index = min(repeated)
             self.first, self.description = look.trace_at(index), repeated[index]
 
+    def _marks(self, look: TraceBatch) -> tuple[Array, Array, Array]:
+        """Return the marks that identify a copy of a trace.
 
-def _marks(look: TraceBatch) -> tuple[Array, Array, Array]:
-    """Return the marks that identify a copy of a trace.
+        Each mark has the index of the trace in the batch, an index into `COPY_DESCRIPTIONS`, and a hash. The marks of a
+        trace are ordered from the most to the least certain.
+        """
+        core, marks = look.traces.core, []
+        for index in range(len(look.traces)):
+            record = core.record(index)
+            file, line = core.location(index)
+            if core.id(index) not in ("", format_location(file or "", line or 0)):
+                marks.append((index, 0, hash(record)))
+            if b'"id"' in record and (response_ids := set(RESPONSE_ID.findall(record))):
+                # All choices of one stream share an id, so the choice is part of the mark.
+                marks.append((index, 1, hash((tuple(sorted(response_ids)), tuple(CHOICE.findall(record))))))
+            if self.without_message_ids < PROBED and b'"id"' in record:
+                answers = _identified_answers(look.traces[index])
+                self.without_message_ids = 0 if answers else self.without_message_ids + 1
+                marks += [(index, 2, hash(answers))] if answers else []
+        marks += _improbable_marks(look)
+        rows = np.array(sorted(marks, key=lambda entry: entry[:2]), np.int64).reshape(-1, 3)
+        return rows[:, 0], rows[:, 1], rows[:, 2]
 
-    Each mark has the index of the trace in the batch, an index into `COPY_DESCRIPTIONS`, and a hash. The marks of a
-    trace are ordered from the most to the least certain.
-    """
-    core, marks = look.traces.core, []
-    for index in range(len(look.traces)):
-        record = core.record(index)
-        file, line = core.location(index)
-        if core.id(index) not in ("", format_location(file or "", line or 0)):
-            marks.append((index, 0, hash(record)))
-        if b'"id"' in record and (response_ids := set(RESPONSE_ID.findall(record))):
-            # All choices of one stream share an id, so the choice is part of the mark.
-            marks.append((index, 1, hash((tuple(sorted(response_ids)), tuple(CHOICE.findall(record))))))
-    marks += _improbable_marks(look)
-    rows = np.array(sorted(marks, key=lambda entry: entry[:2]), np.int64).reshape(-1, 3)
-    return rows[:, 0], rows[:, 1], rows[:, 2]
+
+def _identified_answers(trace: Trace) -> tuple[str, ...]:
+    """Return the ids and texts of the assistant messages of a trace; empty unless each has a long id."""
+    answers = [message for message in trace.messages if message.get("role") == "assistant"]
+    ids = [message.get("id") for message in answers]
+    if not all(isinstance(identity, str) and len(identity) >= MESSAGE_ID_LENGTH for identity in ids):
+        return ()
+    return (*ids, *(str(message.get("content")) for message in answers))
 
 
 def _improbable_marks(look: TraceBatch) -> list[tuple[int, int, int]]:
@@ -117,8 +142,50 @@ def _improbable_marks(look: TraceBatch) -> list[tuple[int, int, int]]:
     improbable[look.trace[look["temperature"] == 0]] = False
     spans = ((int(index), slice(cu[index], cu[index + 1])) for index in np.flatnonzero(improbable))
     return [
-        (i, 2 + int(without_logprobs[i]), hash((ids[span].tobytes(), logprobs[span].tobytes()))) for i, span in spans
+        (i, BY_TOKENS + int(without_logprobs[i]), hash((ids[span].tobytes(), logprobs[span].tobytes())))
+        for i, span in spans
     ]
+
+
+@dataclass
+class Models:
+    """Models that the responses of the first traces name.
+
+    Args:
+        turns: number of turns of each model.
+        first: first place of each model.
+        traces: number of traces that were counted, at most `COUNTED_MODELS`.
+    """
+
+    turns: Counter[str] = field(default_factory=Counter)
+    first: dict[str, Place] = field(default_factory=dict)
+    traces: int = 0
+
+    def add(self, look: TraceBatch) -> None:
+        """Count the models of a batch."""
+        for index in range(min(len(look.traces), COUNTED_MODELS - self.traces)):
+            self.traces += 1
+            record = look.traces.core.record(index)
+            for name in models_of(parse_record(record)) if b'"model"' in record else ():
+                self.turns[name] += 1
+                self.first.setdefault(name, look.trace_at(index))
+
+
+def models_of(record: Any) -> list[str]:
+    """Return the model of each turn of a record that names one: that of the response, or else of the request.
+
+    >>> models_of({"calls": [{"request": {"model": "a"}, "response": {"model": "b"}}, {"request": {"model": "a"}}]})
+    ['b', 'a']
+    """
+    fields = chat.as_mapping(record)
+    calls = fields["calls"] if isinstance(fields.get("calls"), list) else [fields] if "response" in fields else []
+    turns = [[chat.as_mapping(call).get(key) for key in ("response", "request")] for call in calls]
+    messages = fields.get("messages")
+    if not calls and isinstance(messages, list):
+        turns = [[message] for message in messages if chat.was_sampled(message)]
+    names = [[chat.as_mapping(part).get("model") for part in (*parts, fields)] for parts in turns]
+    named = [next((name for name in each if isinstance(name, str) and name), None) for each in names]
+    return [name for name in named if name is not None]
 
 
 @dataclass
@@ -346,6 +413,7 @@ class DatasetStats:
     unaligned: int = 0
     first_error: str | None = None
     copies: Duplicates = field(default_factory=Duplicates)
+    models: Models = field(default_factory=Models)
     rewards: Rewards = field(default_factory=Rewards)
     alike: UnlikeRewards = field(default_factory=UnlikeRewards)
     versions: Versions = field(default_factory=Versions)
@@ -385,7 +453,7 @@ class DatasetStats:
         self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & look.has_logprobs))
         self.unknown_logprob_kind += int(np.sum(unknown & look.has_logprobs))
         self.few.add(look.traces)
-        for part in (self.copies, self.rewards, self.alike, self.versions, self.sample, self.zeros):
+        for part in (self.copies, self.models, self.rewards, self.alike, self.versions, self.sample, self.zeros):
             part.add(look)
 
     @property

@@ -27,6 +27,25 @@ def of_log(record: Any) -> list[dict[str, Any]] | None:
     return [trace for sample in record["samples"] for trace in of_sample(sample) or []]
 
 
+def of_messages(record: Any) -> list[dict[str, Any]] | None:
+    """Mark the assistant messages that were not sampled; None for a record without them.
+
+    The `source` of inspect's messages is "generate" for sampled ones. A data set may contain other assistant messages.
+    evalscope writes the same messages.
+    """
+    messages = chat.as_mapping(record).get("messages")
+    if not chat.is_messages(messages):
+        return None
+    answers = [message for message in messages if message.get("role") == "assistant"]
+    sampled = [message for message in answers if message.get("source") == "generate"]
+    if not sampled or len(sampled) == len(answers):
+        return None
+    marked = [
+        message if message.get("source") == "generate" else chat.mark_not_sampled([message])[0] for message in messages
+    ]
+    return [{**record, "messages": marked}]
+
+
 def of_sample(record: Any) -> list[dict[str, Any]] | None:
     """Convert a sample to one trace of its calls, or of its messages if it has no calls.
 

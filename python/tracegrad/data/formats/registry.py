@@ -99,6 +99,7 @@ ADAPTERS = (
     Adapter("langchain", langchain.of_talk, langchain.KEYS),
     Adapter("inspect_ai", inspect_ai.of_sample, ("epoch",)),
     Adapter("inspect_ai", inspect_ai.of_log, ("eval",)),
+    Adapter("inspect_ai", inspect_ai.of_messages, ("source",)),
     Adapter("nemo_gym", nemo_gym.of_rollout, ("responses_create_params",)),
     Adapter("nemo_gym_chat", nemo_gym.of_chat, ("generation_token_ids",)),
     Adapter("atropos", token_rows.of_atropos_group, token_rows.ATROPOS_KEYS),

@@ -19,16 +19,22 @@ pub(super) const DUMP: TrajectoryFormat = TrajectoryFormat {
     form: Form { name: "rllm", reason: "it has `steps` with `chat_completions`, or `model_output`" },
     signs: &["steps", "trajectories", "model_output", "chat_completions"],
     recognizes: |record| {
-        let inside = |list: &str, wanted: &[&str]| {
+        let inside = |list: &str, wanted: fn(&Outline<'_>) -> bool| {
             let first = record.list(list).ok().flatten().and_then(|items| items.first().copied());
-            let first = first.and_then(|raw| Outline::of(raw, list).ok());
-            first.is_some_and(|item| wanted.iter().any(|key| item.has_key(key)))
+            first.and_then(|raw| Outline::of(raw, list).ok()).is_some_and(|item| wanted(&item))
         };
-        let step = record.is("chat_completions", Shape::List) || record.is("model_output", Shape::Object);
-        step || inside("steps", &["chat_completions", "model_output"]) || inside("trajectories", &["steps"])
+        is_step(record) || inside("steps", is_step) || inside("trajectories", |item| item.has_key("steps"))
     },
     decode,
 };
+
+/// Returns whether a record is a step. Other producers also write a `model_output`, such as the response of a server.
+fn is_step(record: &Outline<'_>) -> bool {
+    let is_output = |output: Outline<'_>| {
+        !output.has_key("choices") && ["content", "text", "completion_ids"].iter().any(|key| output.has_key(key))
+    };
+    record.is("chat_completions", Shape::List) || record.object("model_output").ok().flatten().is_some_and(is_output)
+}
 
 fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let mut trajectories = record.objects("trajectories")?;
@@ -38,8 +44,8 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
         count => return Err(several(count)),
     };
     let trajectory = inner.as_ref().unwrap_or(record);
-    let is_step = !trajectory.has("steps");
-    let steps = if is_step { vec![trajectory.clone()] } else { trajectory.objects("steps")? };
+    let is_single = !trajectory.has("steps");
+    let steps = if is_single { vec![trajectory.clone()] } else { trajectory.objects("steps")? };
     let mut header = Columns(trajectory).header_without(&["tools"], &[("id", &["uid", "id"])])?;
     if let Some(episode) = inner.as_ref().map(|_| record) {
         let outer =
@@ -53,7 +59,7 @@ fn decode(record: &Outline<'_>) -> Decoded<(Header, Body)> {
     let call = |(turn, step)| {
         let place = |rejection: Rejection| rejection.inside(format!("steps[{turn}]")).in_turn(turn);
         let call = step_call(step, &header).map_err(place)?;
-        Ok(Call { reward: call.reward.filter(|_| process && !is_step), ..call })
+        Ok(Call { reward: call.reward.filter(|_| process && !is_single), ..call })
     };
     let body = Log::of(&header, steps.iter().enumerate().map(call))?;
     Ok((header, body))
