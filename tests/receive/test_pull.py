@@ -98,13 +98,6 @@ def test_a_store_that_fails_leaves_what_was_written(tmp_path, monkeypatch):
 # --- real servers, from PyPI ---
 
 
-@pytest.fixture
-def stores_python(request):
-    python = request.config.getoption("--stores-python")
-    assert python, "pass --stores-python: the interpreter of an environment that holds arize-phoenix and mlflow"
-    return python
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["phoenix", "mlflow"])
 def test_traces_and_scores_of_a_real_server_are_pulled(tmp_path, stores_python, kind):

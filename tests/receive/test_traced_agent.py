@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tracegrad as tg
 from otlp_spans import Receiving
@@ -43,3 +44,20 @@ def test_what_a_traced_agent_did_is_trained_on(tmp_path, capsys):
     _, row = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["grad_norm"] > 0
     assert abs(row["kl_rollout_theta"]) < 1e-3  # the recorded logprobs are the model's own
+
+
+@pytest.mark.nightly
+def test_an_instrumentation_records_ids_and_logprobs_that_the_agent_asks_for(tmp_path, stores_python):
+    with PolicyServer() as server, Receiving(tmp_path / "received") as receiver:
+        server.adapted["policy"] = server.model
+        environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
+        script = Path(__file__).parents[1] / "helpers" / "openinference_agent.py"
+        command = [stores_python, script, server.url]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert receiver.stop()[1]["traces"] == 4
+    traces = tg.read(tmp_path / "received", map={"group": "prompt"})
+    assert sorted(traces.reward) == [0.0, 0.5, 1.0, 1.5]
+    sequences = tg.align(traces, tg.Tokenizer.from_pretrained(MODEL))
+    assert sequences.levels()["T0"]["generations"] == 4
+    assert np.isfinite(sequences.rollout_logprobs[sequences.terms]).all()
