@@ -258,6 +258,18 @@ def test_a_file_that_grows_is_followed_and_half_a_line_waited_for(tmp_path):
         assert opened.labels([3])[0]["id"] == "t3"
 
 
+def test_a_session_of_an_agent_that_grows_is_not_read_line_by_line(tmp_path):
+    golden = Path(__file__).parents[1] / "golden" / "sessions" / "rollout-codex.jsonl"
+    session = tmp_path / golden.name
+    session.write_bytes(golden.read_bytes())
+    with Viewer([session], tmp_path / "index") as opened:
+        whole(opened)
+        with open(session, "a") as file:
+            file.write(json.dumps(record(3)) + "\n")
+        time.sleep(1.3)
+        assert opened.rows == 1
+
+
 def test_a_folder_that_receives_traces_is_followed_into_new_files(tmp_path):
     limits = FolderLimits(file_bytes=1)
 

@@ -63,8 +63,8 @@ class Indexer:
         self._gramed = int(database.get_property(self._database, "grams") or 0)
         if self.done:
             sets.known.update(name for (name,) in self._database.execute("SELECT id FROM trace"))
-            files = [source.path for source in self._sources if source.kind == "file"]
-            self._ends.update((path, path.stat().st_size) for path in files if _grows(path))
+            files = [source.path for source in self._sources if source.kind == "file" and _grows(source)]
+            self._ends.update((path, path.stat().st_size) for path in files)
 
     def start(self) -> None:
         """Start indexing, and then watch for new traces."""
@@ -113,7 +113,7 @@ class Indexer:
         assert source.place is not None
         size = source.place.size
         self._read_places(number, source, source.place.path)
-        self._ends[source.path] = size if self._map == FieldMap() and _grows(source.path) else -1
+        self._ends[source.path] = size if self._map == FieldMap() and _grows(source) else -1
 
     def _read_places(self, number: int, source: Source, places: str | list[Place]) -> None:
         """Add the traces of files, or of parts of files."""
@@ -184,9 +184,10 @@ class Indexer:
             database.set_property(self._database, "grams", last)
 
 
-def _grows(path: Path) -> bool:
-    """Return whether a file has plain lines of JSON, to which more may be appended."""
-    if not path.is_file() or path.stat().st_size == 0:
+def _grows(source: Source) -> bool:
+    """Return whether a file has plain lines of JSON, to which more may be appended: each a record of its own."""
+    path = source.path
+    if (source.place is not None and source.place.kind == "session") or not path.is_file() or path.stat().st_size == 0:
         return False
     with open(path, "rb") as file:
         if file.read(1) != b"{":
