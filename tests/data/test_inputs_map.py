@@ -8,6 +8,7 @@ import pytest
 import tracegrad as tg
 from messages import said, user
 from tracegrad.config import FieldMap, load, to_toml
+from tracegrad.doctor.checks_trace import prompt_hashes
 from tracegrad.errors import ArgumentError, FormatError
 
 
@@ -148,6 +149,39 @@ def test_equal_first_messages_are_a_group():
     traces, _ = mapped(one(), other, one(), group="prompt")
     assert traces.groups[0] == traces.groups[2] != traces.groups[1]
     assert traces[1].location[1] == 2
+
+
+def test_ids_times_and_metadata_of_messages_do_not_split_a_group():
+    base, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    same = [
+        base,
+        {**base, "id": "m1", "created_at": "2026-01-01T00:00:00Z", "metadata": {"run": 7}},
+        {**base, "content": [{"type": "text", "text": "2+2?", "id": "p1", "cache_control": {}}]},
+        {**base, "content": [{"text": "2+2?"}]},
+    ]
+    traces, _ = mapped(*({"messages": [each, answer]} for each in same), group="prompt")
+    assert len(set(traces.groups)) == 1
+    assert len(np.unique(prompt_hashes(traces))) == 1, "the check of held-out prompts has the same rule"
+    picture = {"type": "image_url", "image_url": {"url": "data:image/gif;base64,R0lGODlhBQAHAAQAAA=="}}
+    shown = [{**base, "content": [{**picture, **more}, {"type": "text", "text": "?"}]} for more in ({}, {"id": "p"})]
+    few_shot = {"role": "assistant", "content": None, "tool_calls": [call], "sampled": False}
+    other = [
+        {**base, "content": "3+3?"},
+        {**base, "role": "system"},
+        {**base, "name": "Ann"},
+        *shown[:1],
+        {**few_shot, "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"a": 3}'}}]},
+        few_shot,
+    ]
+    traces, _ = mapped(*({"messages": [each, answer]} for each in [*other, *same[:1]]), group="prompt")
+    assert len(set(traces.groups)) == len(other) + 1
+    twin = {**few_shot, "tool_calls": [{**call, "id": "c2", "function": {"name": "add", "arguments": '{"a":2}'}}]}
+    traces, _ = mapped(*({"messages": [each, answer]} for each in (few_shot, twin, *shown)), group="prompt")
+    assert traces.groups[0] == traces.groups[1] != traces.groups[2] == traces.groups[3]
+    pair = {"prompt": [{**base, "id": "x"}], "chosen": [said("4")], "rejected": [said("5")]}
+    traces, _ = mapped(pair, {**pair, "prompt": [{**base, "id": "y"}]})
+    assert len(set(traces.groups)) == 1, "groups that converters name have the same rule"
 
 
 def test_the_bytes_of_a_record_stay_and_the_mapped_fields_stand_behind_them(tmp_path):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from messages import said, user
 from tracegrad import config
-from tracegrad.data import infer_fields
+from tracegrad.data import chat, infer_fields
 from tracegrad.data.formats import registry
 from tracegrad.errors import ArgumentError, FormatError
 from tracegrad.trainer.steps import reward_column
@@ -393,3 +394,79 @@ def test_the_overall_rating_is_first_and_a_weight_is_last():
     assert [each.path for each in infer_fields.infer(rows).of("reward")] == ["overall", "accuracy", "weight"]
     [alone] = infer_fields.infer([answer_to(q, weight=at / 9) for at, q in enumerate("aabb")]).of("reward")
     assert alone.path == "weight"
+
+
+@pytest.mark.parametrize(
+    ("record", "texts"),
+    [
+        ({"messages": json.dumps([user("a"), said("b")])}, ["a", "b"]),
+        ({"messages": json.dumps([user("a")]), "response": "b"}, ["a", "b"]),
+        (
+            {"messages": json.dumps([user("a")]), "response": {"choices": [{"message": said("b")}]}},
+            ["a", "b"],
+        ),
+        (
+            {"contents": [{"role": "user", "parts": [{"text": "a"}]}, {"role": "model", "parts": [{"text": "b"}]}]},
+            ["a", "b"],
+        ),
+        ({"history": [{"role": "user", "parts": ["a"]}, {"role": "model", "parts": ["b"]}]}, ["a", "b"]),
+        (
+            {
+                "request": {
+                    "modelId": "m",
+                    "system": [{"text": "s"}],
+                    "messages": [{"role": "user", "content": [{"text": "a"}]}],
+                    "inferenceConfig": {"temperature": 0.5, "topP": 0.75},
+                },
+                "response": {"output": {"message": {"role": "assistant", "content": [{"text": "b"}]}}},
+            },
+            ["s", "a", "b"],
+        ),
+    ],
+)
+def test_messages_as_json_text_and_parts_without_a_type_are_read(record, texts):
+    [trace] = tg.read([{**record, "score": 1}], map={"reward": "score"})
+    assert [chat.text_of(message["content"]) for message in trace.messages] == texts
+    assert (len(trace.generations), trace.reward) == (1, 1.0)
+    if "inferenceConfig" in record.get("request", {}):
+        assert (trace.generations[0].temperature, trace.generations[0].top_p) == (0.5, 0.75)
+
+
+def test_parts_that_are_not_text_are_no_messages():
+    parts = [{"functionCall": {"name": "f", "args": {}}}]
+    with pytest.raises(FormatError, match="TG-FORMAT-044"):
+        tg.read([{"contents": [{"role": "user", "parts": parts}, {"role": "model", "parts": [{"text": "b"}]}]}])
+
+
+SPAN = {"id": "o", "traceId": "t", "startTime": "2026-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {**SPAN, "type": "SPAN", "name": "agent", "input": {"q": 1}, "output": {"a": 2}},
+        {**SPAN, "type": "EVENT"},
+        {"kind": "chain", "run_id": "1", "inputs": {"q": "x"}, "outputs": {"a": 1}},
+        {"run_id": "r", "status": "finished", "config": {"model": "m"}, "turns": 3},
+        {"type": "summary", "tokens": 30},
+        {"summary": {"calls": 3}},
+    ],
+)
+def test_rows_above_calls_are_counted_and_no_errors(row):
+    stream = tg.stream([row, {"messages": [user("a"), said("b")]}])
+    assert sum(map(len, stream)) == 1
+    assert stream.lines() == ["convert  1 records of parent_row, 1 of them hold no call and are left out"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "x", "solution": "y"},
+        {"run_id": "r", "note": "x" * 300},
+        {"kind": "llm", "run_id": "1", "inputs": {"q": "x"}, "outputs": {"a": 1}},
+        {"summary": "x" * 300},
+    ],
+)
+def test_a_row_that_may_be_a_call_stays_an_error(row):
+    with pytest.raises(FormatError, match="TG-FORMAT-044"):
+        tg.read([row, {"messages": [user("a"), said("b")]}])

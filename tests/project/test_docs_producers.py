@@ -15,7 +15,7 @@ PRODUCERS = (REFERENCE / "producers.md").read_text(encoding="utf-8")
 KINDS = (REFERENCE / "logprob-kinds.md").read_text(encoding="utf-8")
 FORMATS = (REFERENCE / "trace-format.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"^### (.+?)\n+```json\n(.*?)^```", PRODUCERS, re.MULTILINE | re.DOTALL))
-NO_ROW = {"failed_call", "span"}
+NO_ROW = {"parent_row", "failed_call", "span"}
 """Adapters without a producer: they count failed calls, and spans without a call."""
 
 

@@ -64,6 +64,13 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(role(each), str) for each in value)
 
 
+def with_parsed_messages(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a record whose `messages` are the JSON text of a list of messages with that list; else unchanged."""
+    messages = record.get("messages")
+    parsed = json_path.parse_json_string(messages)
+    return {**record, "messages": parsed} if isinstance(messages, str) and is_messages(parsed) else record
+
+
 def has_answer(messages: Any) -> bool:
     """Return whether a list of messages contains an assistant message."""
     return isinstance(messages, list) and any(role(each) == "assistant" for each in messages)
@@ -87,6 +94,37 @@ def text_of(content: Any) -> Any:
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else content
+
+
+_MARKS = ("id", "created_at", "created", "timestamp", "cache_control", "index")
+"""Fields of the parts of a content that no model reads."""
+_READ = ("name", "reasoning_content", "reasoning", "thinking")
+
+
+def prompt_key(messages: Iterable[Any]) -> bytes:
+    """Return what a model reads of messages, as bytes: equal for prompts that differ only in ids, times and metadata.
+
+    It consists of roles, contents, names, reasoning, and the names and arguments of tool calls.
+
+    >>> asked = {"role": "user", "content": "2+2?"}
+    >>> prompt_key([{**asked, "id": "m1", "created_at": 5}]) == prompt_key([{"role": "user", "content": ["2+2?"]}])
+    True
+    """
+    return json.dumps([_read(message) for message in messages], sort_keys=True, default=str).encode()
+
+
+def _read(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    content = text_of(message.get("content"))
+    if isinstance(content, list):
+        content = [without(part, *_MARKS) if isinstance(part, Mapping) else part for part in content]
+    calls = message.get("tool_calls")
+    functions = (
+        [as_mapping(as_mapping(call).get("function", call)) for call in calls] if isinstance(calls, list) else []
+    )
+    tool_calls = [[each.get("name"), json_path.parse_json_string(each.get("arguments"))] for each in functions]
+    return [message.get("role"), content, pick(message, _READ), tool_calls]
 
 
 def arguments_json(arguments: Any) -> str:

@@ -230,12 +230,15 @@ PROMPTS = ("prompt", "input", "question", "query", "instruction")
 
 
 def prompt_group(trace: Trace) -> str | None:
-    """Return a hash of the messages, ids or text before the first sampled turn of a trace; None if there are none."""
+    """Return a hash of the messages, ids or text before the first sampled turn of a trace; None if there are none.
+
+    Ids, times and other metadata of messages do not count.
+    """
     if not trace.generations:
         return None
     first = trace.generations[0]
     if messages := [trace.pool[index] for index in first.context]:
-        prompt = json.dumps(messages, sort_keys=True).encode()
+        prompt = chat.prompt_key(messages)
     elif first.prompt_token_ids is not None:
         prompt = first.prompt_token_ids.tobytes()
     else:

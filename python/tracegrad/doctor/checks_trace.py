@@ -1,7 +1,6 @@
 """Trace checks, run on each batch: histories of later turns, length, tools, rewards, held-out prompts, choices."""
 
 import hashlib
-import json
 import re
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core
+from tracegrad.data import chat
 from tracegrad.data.trace import Trace, Traces
 from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.trace_batch import TraceBatch
@@ -174,9 +174,9 @@ def no_rewards(look: TraceBatch) -> Hits:
 def contaminated(look: TraceBatch) -> Hits:
     """Detect traces whose first prompt equals a prompt in the file passed as --held-out, message by message.
 
-    Threshold: any trace. Two prompts are equal if the roles and contents of all messages before the first turn are
-    equal. System and developer messages are ignored, and so is white space at the ends. If a record has no messages,
-    prompt ids are compared.
+    Threshold: any trace. Two prompts are equal if a model reads the same in all messages before the first turn. System
+    and developer messages are ignored, and so are white space at the ends, and ids and times of messages. If a record
+    has no messages, prompt ids are compared.
     """
     held_out = getattr(look.options, "held_out", None)
     if held_out is None:
@@ -245,12 +245,12 @@ def _prompt(trace: Trace) -> bytes:
     user_messages = [message for message in messages if message.get("role") not in ("system", "developer")] or messages
     if not user_messages and generations and generations[0]["prompt_token_ids"] is not None:
         return generations[0]["prompt_token_ids"].tobytes()
-    key = [[message.get("role"), _plain(message.get("content"))] for message in user_messages]
-    return json.dumps(key, ensure_ascii=True, sort_keys=True).encode()
+    return chat.prompt_key({**message, "content": _plain(message.get("content"))} for message in user_messages)
 
 
 def _plain(content: Any) -> Any:
-    return content.strip() if isinstance(content, str) else content
+    text = chat.text_of(content)
+    return text.strip() if isinstance(text, str) else text
 
 
 def _hash(data: bytes) -> int:

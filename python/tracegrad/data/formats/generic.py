@@ -18,8 +18,8 @@ from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, is_list, 
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
 DEEPEST, MOST_LOOKED = 8, 4096
-ROLES = {"tool-call": "assistant", "tool-response": "user"}
-"""Roles of smolagents, and the roles that it sends to the server for them."""
+ROLES = {"tool-call": "assistant", "tool-response": "user", "model": "assistant"}
+"""Roles of smolagents with the roles that it sends to the server for them, and of Gemini."""
 PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
 """Keys under which a span names its parent."""
 _MESSAGE_KEYS = {"content", "tool_calls", "blocks"}
@@ -92,6 +92,8 @@ def message(told: Any) -> dict[str, Any]:
     """
     if langchain.is_message(told):
         return langchain.message(told)
+    if "content" not in told and "parts" in told:
+        told = {**chat.without(told, "parts"), "content": chat.text_of(told["parts"])}
     fields = chat.pick(told, [key for key in told if key != "blocks"])
     content = told.get("content", told.get("blocks"))
     return {**fields, "role": ROLES.get(fields["role"], fields["role"]), "content": langchain.text_of(content)}
@@ -116,7 +118,10 @@ def _call(matches: _Matches) -> tuple[set[str], dict[str, Any], Any] | None:
             used.add("usage")  # This counts all choices of the original response.
     else:
         return None
-    return {*used, response_key}, {**_parameters(parent), "messages": [message(each) for each in talk]}, response
+    messages = [message(each) for each in talk]
+    if messages[0].get("role") != "system":
+        messages = chat.with_system_prompt(chat.text_of(parent.get("system")), messages)
+    return {*used, response_key}, {**_parameters(parent), "messages": messages}, response
 
 
 def _partial(parent: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +141,10 @@ def _sampled(siblings: Mapping[str, Any]) -> dict[str, Any]:
 def _parameters(parent: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters of a call, from its request or from an object next to the messages."""
     if isinstance(parent.get("messages"), list):
-        return chat.pick(parent, _PARAMETERS)
+        # Bedrock's Converse has its options in an object, without `_` in their names.
+        options = chat.as_mapping(parent.get("inferenceConfig"))
+        top_p = {} if options.get("topP") is None else {"top_p": options["topP"]}
+        return {**chat.pick(options, ["temperature"]), **top_p, **chat.pick(parent, _PARAMETERS)}
     parameters: dict[str, Any] = {}
     for each in (*parent.values(), parent):
         parameters |= chat.sampling(each)
@@ -251,7 +259,11 @@ def _is_choice(value: Any) -> bool:
 def _is_message(value: Any) -> bool:
     if langchain.is_message(value):
         return True
-    return isinstance(value, Mapping) and isinstance(value.get("role"), str) and bool(_MESSAGE_KEYS & value.keys())
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    # Parts are content only if all of them are text: those of function calls have other keys.
+    has_text_parts = isinstance(value.get("parts"), list) and isinstance(chat.text_of(value["parts"]), str)
+    return bool(_MESSAGE_KEYS & value.keys()) or has_text_parts
 
 
 def _role(value: Any) -> Any:
@@ -275,6 +287,30 @@ def of_span(record: Any) -> list[dict[str, Any]] | None:
         return []
     traced = {*record, *chat.as_mapping(record.get("context"))}.intersection(_TRACES)
     return [] if traced and not record.keys().isdisjoint(PARENTS) else None
+
+
+_ROW_IDS = {"traceid", "runid", "spanid", "observationid", "parentrunid", "parentobservationid"}
+_KIND_KEYS = ("type", "kind", "span_kind", "spanKind", "span_type", "observation_type", "run_type")
+_KINDS_WITHOUT_CALL = {
+    *("chain", "agent", "tool", "span", "event", "retriever", "reranker", "embedding", "parser", "guardrail"),
+    *("evaluator", "workflow", "task", "root", "run", "trace", "summary"),
+}
+
+
+def of_parent_row(record: Any) -> list[dict[str, Any]] | None:
+    """Return no records for a row above or next to calls, because it contains no call; None for other records.
+
+    Such a row names a trace or a run, and either its kind (chain, tool, ...) is none of a model call, or it has no text
+    of a conversation. A row of the kind `summary` needs no name.
+    """
+    if not isinstance(record, Mapping):
+        return None
+    kind = next((record[key].lower() for key in _KIND_KEYS if isinstance(record.get(key), str)), "")
+    names = {normalize_name(str(key)) for key in record}
+    is_silent = not any(map(_may_say, record.values())) and names.isdisjoint(_CALL_KEYS)
+    if kind == "summary" or names == {"summary"}:
+        return [] if is_silent else None
+    return [] if names & _ROW_IDS and (kind in _KINDS_WITHOUT_CALL or is_silent) else None
 
 
 def is_reward_row(record: Any) -> bool:

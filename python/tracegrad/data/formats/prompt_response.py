@@ -9,7 +9,6 @@ Sources: FastChat's and LLaMA-Factory's ShareGPT data, camel-ai 0.2.90 `ShareGPT
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -121,7 +120,7 @@ def _longest_prompt_key(record: Mapping[str, Any], prompt_key: str | None) -> st
 def group_of(record: Mapping[str, Any], prompt: Any) -> Any:
     """Return the group that a record names, else a hash of its prompt."""
     group = next((record[key] for key in ("group", "prompt_id") if record.get(key) is not None), None)
-    text = json.dumps(prompt, sort_keys=True, default=str).encode()
+    text = chat.prompt_key(prompt if isinstance(prompt, list) else [prompt])
     return f"prompt-{hashlib.sha256(text).hexdigest()[:16]}" if group is None else group
 
 

@@ -123,6 +123,7 @@ ADAPTERS = (
     Adapter("nested_call", generic.of_record, weak=True, finds_separate_answer=True, messages_name="renamed_messages"),
     Adapter("span", generic.of_span, weak=True),
     Adapter(EXPORT_ADAPTER, _of_export, weak=True),
+    Adapter("parent_row", generic.of_parent_row, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_prompt, weak=True),
 )
 
@@ -156,6 +157,8 @@ def convert_first_match(record: Any) -> Conversion | None:
         BadValueError: if a value in the record has the wrong type for its form.
     """
     with record_fields.refuse_on_error("any form"):
+        if isinstance(record, Mapping) and (parsed := chat.with_parsed_messages(record)) is not record:
+            return convert_first_match(parsed) or Conversion("messages_as_text", [dict(parsed)])
         standing = None
         for each in ADAPTERS:
             if each.weak and standing is None:
