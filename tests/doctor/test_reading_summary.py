@@ -164,6 +164,9 @@ def test_rewards_groups_temperatures_and_what_is_left_out_are_counted(tmp_path, 
         "left_out": {},
     }
     assert not diagnose(path, MODEL).summary.lines(), "a file in a form of tracegrad has no summary"
+    mixed = totals(written(tmp_path / "mixed.jsonl", [*rows, {"prompt": "a", "response": "b"}, call]))["producers"]
+    conversations = {name: each["conversations"] for name, each in mixed.items()}
+    assert conversations == {"chat": 3, "prompt_response": 1, "call": 1}
     other = written(tmp_path / "runs.jsonl", [{**call, "x": 1}, {"run_type": "chain", "inputs": {}}, {"messages": []}])
     assert main(["doctor", str(path), str(other), "--model", str(MODEL), "--json"]) in (0, 1)
     found = json.loads(capsys.readouterr().out)["summary"]

@@ -24,7 +24,7 @@ from tracegrad.data.read_options import CHUNK_BYTES, MAX_RECORD_BYTES, Options
 from tracegrad.data.sessions import Sessions
 from tracegrad.data.sources import Place, Row, Source, resolve, without_empty_files
 from tracegrad.data.span_sessions import SpanSessions
-from tracegrad.data.trace import Line, ReadReport, Traces, add_reports
+from tracegrad.data.trace import Line, ReadReport, Trace, Traces, add_reports
 from tracegrad.errors import CODE, ArgumentError, ReadError, TracegradError
 from tracegrad.progress import Heartbeat, ProgressPrinter, progress_line
 from tracegrad.storage import files
@@ -344,8 +344,9 @@ class InputStream(Iterator[Traces]):
         self._sessions: Sessions | None = None
         self._batches: Batches | None = None
         self._spans: SpanSessions | None = None
-        self._producer = "calls"
-        self._counts_before: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._joined_name = ""
+        self._forms: list[str] = []
+        self._form_counts: dict[str, int] = {}
         self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._object = resolve(source)
@@ -366,7 +367,7 @@ class InputStream(Iterator[Traces]):
         try:
             for traces in self._traces:
                 self._report_progress()
-                self._note_producer()
+                self._note_forms()
                 if len(traces):
                     return traces
         except TracegradError:
@@ -403,18 +404,25 @@ class InputStream(Iterator[Traces]):
             sessions=[line for each in (self._batches, self._sessions, self._spans) if each for line in each.lines()],
         )
 
-    @property
-    def producer(self) -> str:
-        """Name of the producer of the last batch: the adapters that converted its records, or else their forms."""
-        return self._producer
+    def producers(self, part: Traces) -> list[str]:
+        """Return the producer of each trace of the batch that was returned last.
 
-    def _note_producer(self) -> None:
-        forms = {name: count for name, (count, _) in self.read_report.formats.items()}
-        for counts, before in ((self._adapted.counts, self._counts_before[0]), (forms, self._counts_before[1])):
-            if names := [name for name, count in counts.items() if count > before.get(name, 0)]:
-                self._producer = ", ".join(names)
-                break
-        self._counts_before = dict(self._adapted.counts), forms
+        It is the adapter that converted its record, or else the form of the record. Joined conversations and lines of a
+        batch have one name.
+        """
+        if self._joined_name:
+            return [self._joined_name] * len(part)
+        lines = [trace.core.location(trace.index)[1] for trace in part]
+        names = [None if line is None else self._adapted.names.get(line) for line in lines]
+        if len(self._forms) == 1:
+            return [name or self._forms[0] for name in names]
+        return [name or _form_of(trace) for name, trace in zip(names, part, strict=True)]
+
+    def _note_forms(self) -> None:
+        """Store the forms of the records of the last batch."""
+        counts = {name: count for name, (count, _) in self.read_report.formats.items()}
+        self._forms = [name for name, count in counts.items() if count > self._form_counts.get(name, 0)]
+        self._form_counts = counts
 
     def unjoined(self) -> dict[str, int]:
         """Return the numbers of lines of a batch without their other side, by their description."""
@@ -460,6 +468,7 @@ class InputStream(Iterator[Traces]):
         gather = formats.ChunkJoiner()
         self._adapted.roots = self._options.format == "auto" and formats.only_roots(head)
         for chunk in source.records():
+            self._adapted.names.clear()
             rows = (row for line, raw in chunk for row in self._made(number, line, raw, gather, source.name))
             yield from self._decoded(source, rows)
         yield from self._decoded(source, (row for record in gather.flush() for row in self._mapped(number, *record)))
@@ -473,7 +482,7 @@ class InputStream(Iterator[Traces]):
 
     def _of_batches(self, joined: Batches) -> Iterator[Traces]:
         """Yield the answers of batches with their requests, or add them to the sessions."""
-        self._producer = "batch"
+        self._joined_name = "batch"
         decoders: dict[int, Any] = {}
         count = 0
         for each in joined.join():
@@ -511,6 +520,7 @@ class InputStream(Iterator[Traces]):
                 traces = traces if remaining is None else traces[:remaining]
             remaining = None if remaining is None else remaining - len(traces)
             yield traces
+            self._adapted.names.clear()
 
     def _decoded(self, source: Source, rows: Iterable[Row]) -> Iterator[Traces]:
         """Decode converted rows, at most about `RECORD_BYTES` at once: one record can become many rows."""
@@ -597,6 +607,7 @@ class InputStream(Iterator[Traces]):
 
     def _joined(self, sessions: Sessions) -> Iterator[Traces]:
         """Yield the joined conversations, each with the file and line of its first call."""
+        self._joined_name = ", ".join(sorted(name for name, count in self._adapted.counts.items() if count)) or "calls"
         decoders: dict[int, Any] = {}
         count = 0
         for place, row in sessions.join():
@@ -674,6 +685,12 @@ class InputStream(Iterator[Traces]):
             taken = self._taken + (self._source.bytes_read if self._source else 0)
             seconds = time.monotonic() - self._start
             self._progress(Progress(taken, self._total, self.read_report.records, seconds, done))
+
+
+def _form_of(trace: Trace) -> str:
+    """Return the form of the record of a trace."""
+    _, report = _core.Traces.decode([trace.record], "<record>", 1, "auto")
+    return next(iter(report["formats"]), "")
 
 
 def _size(row: Row) -> int:

@@ -274,7 +274,7 @@ def diagnose(
         )
         look = TraceBatch(part, sequences, vocabulary, options, logprob_kind, defaults, sampling_defaults)
         stats.add(look)
-        summary.add(look, traces.producer)
+        summary.add(look, traces.producers(part))
         for check in BATCH_CHECKS:
             hits[check.name] += check.run(look)
         sample.add(part)

@@ -1,9 +1,11 @@
 """Count what was read, for each producer, and what was left out and why."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tracegrad.data.reader import InputStream
 from tracegrad.doctor.trace_batch import TraceBatch
@@ -36,20 +38,21 @@ class ProducerCounts:
     rewards: int = 0
     group_hashes: set[int] = field(default_factory=set)
 
-    def add(self, look: TraceBatch) -> None:
-        """Add the traces of a batch, aligned or not."""
-        core, tokens = look.traces.core, look["tokens"]
-        self.conversations += len(look.traces)
-        self.calls += look.generations
+    def add(self, look: TraceBatch, rows: NDArray[np.intp]) -> None:
+        """Add the traces at some rows of a batch, aligned or not."""
+        own = np.isin(look.trace, rows)
+        tokens, logprobs = look["tokens"][own], (look["logprobs"] - look["missing"] - look["invalid"])[own]
+        self.conversations += len(rows)
+        self.calls += int(own.sum())
         self.sampled_tokens += int(tokens.sum())
-        self.with_ids += int(tokens[look["ids"] >= 0].sum())
-        self.with_logprobs += int(np.maximum(look["logprobs"] - look["missing"] - look["invalid"], 0).sum())
+        self.with_ids += int(tokens[look["ids"][own] >= 0].sum())
+        self.with_logprobs += int(np.maximum(logprobs, 0).sum())
         self.calls_without_tokens += int((tokens == 0).sum())
-        self.sampling_known += int((~np.isnan(look["temperature"])).sum())
-        rewards = look.traces.reward
-        named = (look.traces[int(row)].rewards.values() for row in np.flatnonzero(np.isnan(rewards)))
-        self.rewards += int((~np.isnan(rewards)).sum()) + sum(any(each == each for each in values) for values in named)
-        names = (core.group(row) for row in range(len(look.traces)))
+        self.sampling_known += int((~np.isnan(look["temperature"][own])).sum())
+        scored = ~np.isnan(look.traces.reward[rows])
+        named = (look.traces[int(row)].rewards.values() for row in rows[~scored])
+        self.rewards += int(scored.sum()) + sum(any(each == each for each in values) for values in named)
+        names = (look.traces.core.group(int(row)) for row in rows)
         self.group_hashes.update(hash(name) for name in names if name is not None)
 
     def as_dict(self) -> dict[str, int]:
@@ -84,9 +87,11 @@ class ReadingSummary:
     left_out: dict[str, int] = field(default_factory=dict)
     is_converted: bool = False
 
-    def add(self, look: TraceBatch, producer: str) -> None:
-        """Add a batch of the records of one producer."""
-        self.producers.setdefault(producer, ProducerCounts()).add(look)
+    def add(self, look: TraceBatch, producers: Sequence[str]) -> None:
+        """Add a batch, with the producer of each trace."""
+        names = np.asarray(producers, object)
+        for name in dict.fromkeys(producers):
+            self.producers.setdefault(name, ProducerCounts()).add(look, np.flatnonzero(names == name))
 
     def close(self, stream: InputStream) -> None:
         """Add what the stream left out, after its last batch."""
@@ -98,7 +103,7 @@ class ReadingSummary:
         counts = {**reasons, **records, **tally.left_out, **stream.unjoined(), **choices, **files}
         self.left_out = {name: count for name, count in counts.items() if count}
         self.is_converted = bool(self.left_out or tally.adapted or tally.sessions or tally.mapper.get("seen"))
-        self.is_converted |= not {name for names in self.producers for name in names.split(", ")} <= set(OWN_FORMS)
+        self.is_converted |= not self.producers.keys() <= set(OWN_FORMS)
 
     def lines(self) -> list[str]:
         """Return the totals as lines for a terminal; none for records in a form of tracegrad."""

@@ -304,14 +304,15 @@ class RecordConverter:
     """Converts records, and counts them by adapter.
 
     `counts` has the converted records, `empty` those without a call, `left_out` by "adapter: reason" the parts that are
-    in no result. `roots` is the result of `only_roots` for the
-    current source.
+    in no result. `names` has the adapter of each line since the reader last cleared it. `roots` is the result of
+    `only_roots` for the current source.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.empty: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
+        self.names: dict[Line, str] = {}
         self.roots = False
 
     def rows(self, name: str, line: Line, raw: bytes) -> list[Row] | None:
@@ -355,6 +356,7 @@ class RecordConverter:
             bytes_left -= len(results[-1][1])
             if bytes_left < 0:
                 raise record_fields.size_refusal(f"{len(records):,} traces")
+        self.names |= {place: adapter for place, _, _ in results}
         self.counts[adapter] += adapter != record_fields.FAILED
         self.empty[adapter] += not records
         self.left_out.update({f"{adapter}: {reason}": count for reason, count in left_out.items()})
