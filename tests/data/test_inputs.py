@@ -122,14 +122,14 @@ def test_a_database_is_refused_with_its_tables_and_the_line_that_converts_one(tm
             database.execute(f"CREATE TABLE {name} (id TEXT, messages TEXT)")
         database.execute("INSERT INTO sessions VALUES ('a', ?)", [json.dumps([record(0)])])
         database.commit()
-    with pytest.raises(ReadError, match=r"TG-DATA-047.*desk's\.db.*part00, part01.*part11 and 2 others") as refused:
+    with pytest.raises(ReadError, match=r"TG-DATA-048.*desk's\.db.*part00, part01.*part11 and 2 others") as refused:
         tg.read(path)
     command = str(refused.value).partition("the result: ")[2].replace("TABLE", "sessions")
     command = command.replace("python -c", f"{sys.executable} -c").replace("> traces.jsonl", "")
     [line] = subprocess.run(command, shell=True, capture_output=True, check=True, text=True).stdout.splitlines()
     assert json.loads(line) == {"id": "a", "messages": json.dumps([record(0)])}
     (tmp_path / "broken.db").write_bytes(b"SQLite format 3\0" + bytes(4))
-    with pytest.raises(ReadError, match=r"TG-DATA-047.*none can be listed"):
+    with pytest.raises(ReadError, match=r"TG-DATA-048.*none can be listed"):
         tg.read(tmp_path / "broken.db")
 
 

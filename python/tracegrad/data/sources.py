@@ -417,7 +417,7 @@ def _refuse_database(path: str) -> None:
         f"[print(json.dumps(dict(row), default=str)) for row in d.execute({select!r})]"
     )
     raise ReadError(
-        f"TG-DATA-047: {path}: it is an SQLite database, with the tables {names or '(none can be listed)'}. Write the "
+        f"TG-DATA-048: {path}: it is an SQLite database, with the tables {names or '(none can be listed)'}. Write the "
         f"table that has the conversations to a file of JSON lines, and check the result: "
         f"python -c {shlex.quote(line)} > traces.jsonl"
     )

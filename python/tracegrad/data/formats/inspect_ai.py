@@ -28,7 +28,7 @@ def of_log(record: Any) -> list[dict[str, Any]] | None:
 
 
 def of_messages(record: Any) -> list[dict[str, Any]] | None:
-    """Mark the assistant messages that were not sampled; None for a record without them.
+    """Return a record whose assistant messages that were not sampled are marked; None for a record without them.
 
     The `source` of inspect's messages is "generate" for sampled ones. A data set may contain other assistant messages.
     evalscope writes the same messages.
