@@ -165,9 +165,11 @@ def test_the_answer_after_a_rollback_and_of_a_fork():
     plain = {"type": "session_meta", "payload": {"id": "c"}}
     reply = {"type": "response_item", "payload": {"type": "reasoning", "content": [{"text": "Hm."}]}}
     odd = {"type": "response_item", "payload": {"type": "odd"}}
-    [trace], left_out = read({"session_file": "codex", "lines": [plain, item, reply, odd]})
+    other = {"type": "inter_agent_communication", "payload": {}}
+    [trace], left_out = read({"session_file": "codex", "lines": [plain, item, reply, odd, other]})
     assert trace.messages[-1]["reasoning_content"] == "Hm."
     assert {"system prompts that are not recorded", "items of the type 'odd'"} < left_out.keys()
+    assert "lines of the type 'inter_agent_communication': later answers may have seen them" in left_out
 
 
 @pytest.mark.parametrize("source", [OPENHANDS, GOLDEN / "openhands", GOLDEN], ids=["list", "folder", "among others"])

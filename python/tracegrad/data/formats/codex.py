@@ -89,6 +89,8 @@ class _Session:
             self._roll_back(int(payload["num_turns"]))
         elif kind == "response_item":
             self._item(payload, is_new=True)
+        elif kind != "event_msg":
+            self._count(f"lines of the type {kind!r:.40}: later answers may have seen them")
 
     def _count(self, reason: str) -> None:
         self._converted.left_out[reason] += 1
