@@ -172,6 +172,21 @@ def test_the_answer_after_a_rollback_and_of_a_fork():
     assert "lines of the type 'inter_agent_communication': later answers may have seen them" in left_out
 
 
+@pytest.mark.parametrize(
+    ("turns", "before"),
+    [(1, ["<skill>", "A", "1", "dev", "B"]), (2, ["<skill>", "A", "1"]), (3, ["<skill>"]), (9, ["<skill>"]), (0, None)],
+)
+def test_a_rollback_removes_turns_and_the_context_before_them(turns, before):
+    def item(role, text):
+        return {"type": "response_item", "payload": {"type": "message", "role": role, "content": [{"text": text}]}}
+
+    talk = [("user", "<skill>"), ("user", "A"), ("assistant", "1"), ("developer", "dev"), ("user", "B"), ("user", "C")]
+    back = {"type": "event_msg", "payload": {"type": "thread_rolled_back", "num_turns": turns}}
+    lines = [*(item(*each) for each in talk), back, item("user", "D"), item("assistant", "2")]
+    [trace], _ = read({"session_file": "codex", "lines": lines})
+    assert seen(trace, trace.generations[-1]) == [*(before or [text for _, text in talk]), "D"]
+
+
 @pytest.mark.parametrize("source", [OPENHANDS, GOLDEN / "openhands", GOLDEN], ids=["list", "folder", "among others"])
 def test_events_of_openhands_are_the_prompts_that_it_would_send(source):
     traces, left_out = read(source)

@@ -166,7 +166,10 @@ class _Session:
             before, turns = self.tree.before[begin], turns - 1
         if before == self.last:
             return
-        while before >= 0 and chat.role(self.tree.messages[before]) in ("user", "developer"):
+        # The context of the first turn stays, and that of a removed one goes with it.
+        while before >= 0 and self._turn_of[before] not in (-1, before):
+            if chat.role(self.tree.messages[before]) not in ("user", "developer"):
+                break
             before = self.tree.before[before]
         self.last, self._open = before, None
 
