@@ -338,6 +338,37 @@ def test_messages_in_events_are_read(part):
     assert generation.temperature is None
 
 
+def test_blocks_of_the_converse_api_in_events_are_read():
+    def event(name, key, blocks, **fields):
+        return {"name": f"gen_ai.{name}", "attributes": {key: json.dumps(blocks), **fields}}
+
+    use = {"toolUse": {"toolUseId": "c1", "name": "look", "input": {"at": 1}}}
+    results = [{"text": "3 "}, {"json": {"unit": "m"}}]
+    thought = {"reasoningContent": {"reasoningText": {"text": "Hm"}}}
+    events = [
+        event("system.message", "content", [{"text": "Be brief."}]),
+        event("user.message", "content", [{"text": "How "}, {"text": "deep?"}]),
+        event("assistant.message", "content", [use]),
+        event("tool.message", "content", [{"toolResult": {"toolUseId": "c1", "content": results}}]),
+        event("choice", "message", [thought, {"text": "3 m"}], finish_reason="end_turn"),
+    ]
+    call = {"type": "function", "id": "c1", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    trace, generation = generation_of({**span("a", gen_ai__operation__name="chat"), "events": events})
+    assert trace.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How deep?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": '3 {"unit": "m"}', "tool_call_id": "c1"},
+        {"role": "assistant", "content": "3 m", "reasoning_content": "Hm"},
+    ]
+    assert generation.finish_reason == "stop"
+    # Text that looks like blocks is text if other messages are not such lists.
+    for last in ({"text": "3 m", "at": 1}, {"other": "3 m"}, "3 m"):
+        blocks = [event("user.message", "content", [{"text": "q"}]), event("choice", "message", [last])]
+        trace, _ = generation_of({**span("a", gen_ai__operation__name="chat"), "events": blocks})
+        assert trace.messages[0]["content"] == '[{"text": "q"}]'
+
+
 def otlp_value(value):
     """OTLP's typed value, written anew here: lists and objects at any depth."""
     if isinstance(value, dict):

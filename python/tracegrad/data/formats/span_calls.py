@@ -174,6 +174,9 @@ def _gathered(span: Mapping[str, Any]) -> dict[str, Any]:
             if all(values):
                 attributes[PER_POSITION + kind] = values
     if outputs:
+        converse = [_of_converse(each) for each in (*inputs, *outputs)]
+        if all(each is not None for each in converse):
+            inputs, outputs = converse[: len(inputs)], converse[len(inputs) :]
         attributes |= {_INPUTS[0]: inputs, _OUTPUTS[0]: outputs}
     return {**attributes, **span["attributes"]}
 
@@ -182,13 +185,43 @@ def _of_event(name: str, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the message of an event such as `gen_ai.user.message`, or of `gen_ai.choice`."""
     inner = json_path.parse_json_string(body.get("message"))
     fields = {**chat.as_mapping(inner), **chat.pick(body, ["finish_reason"])} if inner else dict(body)
-    if isinstance(inner, str):
+    if isinstance(inner, (str, list)):
         fields["content"] = inner
     role = fields.get("role") if isinstance(fields.get("role"), str) else _MESSAGE_EVENTS.get(name, "assistant")
     message = {"role": role, **chat.pick(fields, ["content", "tool_calls", "tool_call_id", "finish_reason", "parts"])}
     if role == "tool" and "tool_call_id" not in message:
         message["tool_call_id"] = fields.get("id")
     return {key: json_path.parse_json_string(each) if key == "tool_calls" else each for key, each in message.items()}
+
+
+def _of_converse(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a message with parts, if its content is a list of blocks of Bedrock's Converse API; None otherwise.
+
+    Strands Agents writes such a list, as JSON, in every event of a message.
+    """
+    blocks = json_path.parse_json_string(message.get("content"))
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) and len(block) == 1 for block in blocks):
+        return None
+    parts = []
+    for kind, value in (next(iter(block.items())) for block in blocks):
+        fields = chat.as_mapping(value)
+        if kind == "text" and isinstance(value, str):
+            parts.append({"type": "text", "content": value})
+        elif kind == "toolUse":
+            arguments = fields.get("input", {})
+            parts.append(
+                {"type": "tool_call", "id": fields["toolUseId"], "name": fields["name"], "arguments": arguments}
+            )
+        elif kind == "toolResult":
+            results = [chat.as_mapping(each) for each in fields.get("content") or ()]
+            texts = [each["text"] if "text" in each else chat.arguments_json(each["json"]) for each in results]
+            parts.append({"type": "tool_call_response", "id": fields.get("toolUseId"), "response": "".join(texts)})
+        elif kind == "reasoningContent":
+            text = chat.as_mapping(fields.get("reasoningText")).get("text")
+            parts.append({"type": "reasoning", "content": text})
+        else:
+            return None
+    return {**chat.without(message, "content", "tool_call_id"), "parts": parts}
 
 
 def _value(attributes: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -351,7 +384,15 @@ def _response(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return response
 
 
-_REASONS = {"tool_call": "tool_calls", "": None, "unknown": None, "None": None}
+_REASONS = {
+    "tool_call": "tool_calls",
+    "tool_use": "tool_calls",
+    "end_turn": "stop",
+    "max_tokens": "length",
+    "": None,
+    "unknown": None,
+    "None": None,
+}
 
 
 def _add_tokens(attributes: Mapping[str, Any], response: dict[str, Any]) -> None:
