@@ -13,7 +13,8 @@ from tracegrad.doctor.next_command import comparison_flags
 
 TESTS = Path(__file__).parents[1]
 MODEL = TESTS.parent / "examples" / "quickstart" / "model"
-FOLDERS = ("minisweagent", "openai_streams")
+FOLDERS = {"minisweagent", "openai_streams", "openhands"}
+"""Folders whose files are one input."""
 NOT_RECORDS = ("vllm_prompts.json", "conversation.json", "cut_off.eval", "README.md")
 """Files of other tests: expected values, and a log without a sample."""
 OFTEN = (
@@ -32,10 +33,14 @@ def files():
     found = [
         path for folder in ("golden", "data/strangers", "data/spans") for path in sorted((TESTS / folder).rglob("*"))
     ]
-    found = [path for path in found if path.is_file() and path.parent.name not in FOLDERS]
-    found = [path for path in found if not path.name.endswith((".py", ".truth.json")) and path.name not in NOT_RECORDS]
+    found = [path for path in found if path.is_file() and FOLDERS.isdisjoint(path.parts)]
+    found = [
+        path
+        for path in found
+        if not path.name.endswith((".py", ".truth", ".truth.json")) and path.name not in NOT_RECORDS
+    ]
     names = [path.relative_to(TESTS).as_posix() for path in found]
-    names += [f"data/strangers/{folder}" for folder in FOLDERS]
+    names += [path.relative_to(TESTS).as_posix() for path in sorted(TESTS.rglob("*")) if path.name in FOLDERS]
     return [
         each if any(sign in each for sign in OFTEN) else pytest.param(each, marks=pytest.mark.nightly) for each in names
     ]

@@ -47,7 +47,15 @@ KEYS = ("resourceSpans", "spans", "attributes")
 
 
 def is_spans(record: Any) -> bool:
-    """Return whether a record is a span, or a container of spans or of log records, also of bad ones."""
+    """Return whether a record is a span, or a container of spans or of log records, also of bad ones.
+
+    A call that was converted from spans, and written with its reward, is none.
+    """
+    fields = record if isinstance(record, Mapping) else {}
+    if isinstance(fields.get("calls"), list) or all(
+        isinstance(fields.get(key), Mapping) for key in ("request", "response")
+    ):
+        return False
     try:
         return _parts(record) is not None
     except BadValueError:
