@@ -28,6 +28,7 @@ OF_VERBS = {
     "cli/record.py": ("record", "proxy"),
     "cli/receive.py": ("receive",),
     "receive/folder.py": ("receive", "pull"),
+    "receive/pull.py": ("pull",),
     "receive/": ("receive",),
     "cli/run_file.py": ("online",),
     "cli/score.py": ("score",),

@@ -10,9 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from tracegrad.errors import ArgumentError, redact
+from tracegrad.errors import redact
 from tracegrad.receive.folder import join
-from tracegrad.receive.pull import PulledTrace, attribute_list, evaluation_event, fingerprint_of, root_of
+from tracegrad.receive.pull import (
+    PulledTrace,
+    attribute_list,
+    evaluation_event,
+    fingerprint_of,
+    root_of,
+    unknown_project,
+)
 
 PAGE = 100
 _REPEATED = ("mlflow.traceInputs", "mlflow.traceOutputs", "mlflow.trace.sizeStats")
@@ -44,8 +51,7 @@ class MlflowTraces:
         self._client = MlflowClient(tracking_uri=url)
         experiment = self._client.get_experiment_by_name(project)
         if experiment is None:
-            known = ", ".join(sorted(each.name for each in self._client.search_experiments(max_results=20)))
-            raise ArgumentError(f"TG-RECEIVE-010: {self.name}: there is no such project. There are: {known}.")
+            raise unknown_project(self.name, [each.name for each in self._client.search_experiments(max_results=20)])
         self._experiment = experiment.experiment_id
 
     def changed(self, is_known: Callable[[str, str], bool], counts: Counter[str]) -> Iterator[PulledTrace]:

@@ -9,9 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from tracegrad.errors import ArgumentError, redact
+from tracegrad.errors import redact
 from tracegrad.receive.folder import join
-from tracegrad.receive.pull import PulledTrace, attribute_list, evaluation_event, fingerprint_of, root_of
+from tracegrad.receive.pull import (
+    PulledTrace,
+    attribute_list,
+    evaluation_event,
+    fingerprint_of,
+    root_of,
+    unknown_project,
+)
 
 PAGE = 200
 _IDS_PER_REQUEST, _MOST_SPANS = 50, 1_000_000
@@ -40,11 +47,9 @@ class PhoenixTraces:
         self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0)
         self._client = Client(http_client=self._http)
         self._project = project
-        known = sorted(str(each["name"]) for each in self._client.projects.list())
+        known = [str(each["name"]) for each in self._client.projects.list()]
         if project not in known:
-            raise ArgumentError(
-                f"TG-RECEIVE-010: {self.name}: there is no such project. There are: {', '.join(known[:20])}."
-            )
+            raise unknown_project(self.name, known)
 
     def changed(self, is_known: Callable[[str, str], bool], counts: Counter[str]) -> Iterator[PulledTrace]:
         """Yield new and changed traces, oldest first."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-from tracegrad.errors import ServerError, TracegradError, redact
+from tracegrad.errors import ArgumentError, ServerError, TracegradError, redact
 from tracegrad.receive.folder import TraceFolder
 
 BATCH, BATCH_BYTES = 100, 4 << 20
@@ -68,6 +68,14 @@ def open_store(kind: str, url: str, project: str, key: str | None) -> TraceStore
     module = import_module(f"tracegrad.receive.{kind}_traces")
     with errors_of(f"{kind} {redact(url)}"):
         return module.PhoenixTraces(url, project, key) if kind == "phoenix" else module.MlflowTraces(url, project, key)
+
+
+def unknown_project(name: str, known: Sequence[str]) -> ArgumentError:
+    """Build the error for a project that a store does not have."""
+    return ArgumentError(
+        f"TG-RECEIVE-010: {name}: there is no such project. There are: {', '.join(sorted(known)[:20])}. Give one of "
+        "them as --project."
+    )
 
 
 @contextmanager
