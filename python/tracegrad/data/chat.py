@@ -5,7 +5,7 @@ These helpers are independent of producers and files.
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from tracegrad.data import json_path
 from tracegrad.data.sampling import OPTION_SPELLINGS
@@ -59,7 +59,7 @@ def was_sampled(message: Any) -> bool:
     return message.get("sampled") is not False and message.get("trainable") is not False and message.get("weight") != 0
 
 
-def is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     """Return whether a value is a list of messages that is not empty."""
     return isinstance(value, list) and bool(value) and all(isinstance(role(each), str) for each in value)
 

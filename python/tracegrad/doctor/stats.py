@@ -122,8 +122,8 @@ class Duplicates:
 def _identified_answers(trace: Trace) -> tuple[str, ...]:
     """Return the ids and texts of the assistant messages of a trace; empty unless each has a long id."""
     answers = [message for message in trace.messages if message.get("role") == "assistant"]
-    ids = [message.get("id") for message in answers]
-    if not all(isinstance(identity, str) and len(identity) >= MESSAGE_ID_LENGTH for identity in ids):
+    ids = [identity for message in answers if isinstance(identity := message.get("id"), str)]
+    if len(ids) < len(answers) or min(map(len, ids), default=0) < MESSAGE_ID_LENGTH:
         return ()
     return (*ids, *(str(message.get("content")) for message in answers))
 
