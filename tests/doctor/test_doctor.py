@@ -318,6 +318,31 @@ def test_messages_with_the_same_ids_are_duplicates_and_a_log_of_them_is_wrong(tm
     assert "--map.session prefix" in found.next_command
 
 
+def test_turns_right_after_another_turn_are_found_unless_the_prompt_is_recorded(tmp_path):
+    def talk(number, *parts, **fields):
+        answers = [{"role": "assistant", "content": part, **fields} for part in parts]
+        return {"messages": [{"role": "user", "content": f"{number}?"}, *answers], "score": number % 2, "topic": "t"}
+
+    whole = [talk(number, "Yes") for number in range(24)]
+    assert "consecutive_turns" not in names(diagnosed(whole, tmp_path))
+    found = diagnosed([*whole, talk(24, "Let me see.", "Yes")], tmp_path)
+    assert names(found)["consecutive_turns"] == "COSTS"
+    hits = next(finding.hits for finding in found.findings if finding.name == "consecutive_turns")
+    assert (hits.count, hits.total, hits.first.line, hits.first.turn) == (1, 26, 25, 1)
+    parts = [talk(number, "Let me see.", "Yes") for number in range(4)]
+    assert names(diagnosed([*whole, *parts], tmp_path))["consecutive_turns"] == "WRONG"
+    recorded_prompts = [talk(number, "Let me see.", "Yes", prompt_token_ids=[1, 2]) for number in range(4)]
+    assert "consecutive_turns" not in names(diagnosed([*whole, *recorded_prompts], tmp_path))
+    context = talk(0, "Let me see.", "Yes")
+    context["messages"][1]["sampled"] = False
+    rewritten = {"calls": [], "score": 1, "topic": "t"}
+    for asked in (["a"], ["b", "c"]):
+        request = {"messages": [{"role": "user", "content": text} for text in asked]}
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Yes"}, "finish_reason": "stop"}
+        rewritten["calls"].append({"request": request, "response": {"choices": [choice]}})
+    assert "consecutive_turns" not in names(diagnosed([*whole, context, rewritten], tmp_path))
+
+
 def test_turns_of_another_model_are_found(tmp_path):
     def talk(number, **model):
         messages = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "Yes", **model}]

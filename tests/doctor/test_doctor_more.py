@@ -315,8 +315,8 @@ def test_the_choices_of_one_stream_are_no_copies(tmp_path):
         for at, text in enumerate("34")
     ]
     record = {"request": {"messages": [{"role": "user", "content": "A lamp?"}]}, "response": chunks, "rewards": [1, 0]}
-    assert "duplicated" not in names(diagnosed([record], tmp_path))
-    assert "duplicated" in names(diagnosed([record, record], tmp_path))
+    assert {"duplicated", "recorded_twice"}.isdisjoint(names(diagnosed([record], tmp_path)))
+    assert "recorded_twice" in names(diagnosed([record, record], tmp_path))
 
 
 def test_an_empty_thought_of_the_template_is_neither_trained_nor_missed(tmp_path):

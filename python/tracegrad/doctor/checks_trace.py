@@ -96,6 +96,30 @@ def history_rewritten(look: TraceBatch) -> Hits:
 
 
 @check(
+    "turns right after another turn",
+    costs=0.0,
+    wrong=0.05,
+    impact="The record has parts of one answer as several messages, or messages of several agents. The chat template "
+    "writes a header between them, which the model did not see when it sampled.",
+    fix="Record one message per answer of the model, with its reasoning, content and tool calls, or record "
+    'prompt_token_ids. Mark answers of other agents with "sampled": false.',
+)
+def consecutive_turns(look: TraceBatch) -> Hits:
+    """Detect turns whose prompt ends with the previous turn, if the ids of the prompt are not recorded.
+
+    Threshold: any turn; from 5 % of turns on it is wrong.
+    """
+    context = look["context"]
+    hit = np.zeros(look.generations, bool)
+    hit[1:] = (np.diff(look.trace) == 0) & (np.diff(context) == 1) & (look["prompt_ids"][1:] < 0)
+    for generation in np.flatnonzero(hit):
+        trace = look.traces[int(look.trace[generation])]
+        last = trace.pool[trace.generations[int(look.turn[generation])].context[-1]]
+        hit[generation] = chat.role(last) == "assistant"
+    return look.hits(hit)
+
+
+@check(
     "tool calls without recorded tool schemas",
     costs=0.0,
     impact="The chat template writes the tool schemas into the prompt. Without them, logprobs are computed after a "

@@ -66,6 +66,7 @@ BATCH_CHECKS: tuple[Check, ...] = (
     checks_tokens.injected_system,
     checks_trace.dropped_reasoning,
     checks_trace.history_rewritten,
+    checks_trace.consecutive_turns,
     checks_tokens.mixture_of_experts,
     checks_tokens.truncated,
     checks_tokens.empty_answers,
