@@ -188,7 +188,9 @@ def test_a_row_without_a_call_has_the_reward_of_its_conversation():
     stream = tg.stream(rows, map=told)
     one, two = tg.Traces.concatenate(list(stream))
     assert [(each.reward, len(each.generations)) for each in (one, two)] == [(1.0, 2), (0.0, 2)]
-    assert "         3 records without a call say what they say of their conversations" in stream.lines()
+    assert (
+        "         3 records without a call add their values, such as scores, to their conversations" in stream.lines()
+    )
     assert len(tg.read(rows)) == 4, "a row without a call is no trace"
 
 

@@ -129,6 +129,26 @@ def mapped(**told: str) -> tg.Traces:
 MAPPED = ("reward", "group", "id", "logprob_kind", "temperature", "sampling", "version")
 
 
+MAPPED_TOKENS = {"token_ids": "out", "logprobs": "lp", "prompt_token_ids": "asked", "loss_mask": "mine"}
+
+
+def map_tokens(_: Path) -> None:
+    """Row of ids whose first one is of the prompt; without one of the paths it is read otherwise."""
+    row = {"asked": [5], "out": [9, 1, 2], "mine": [0, 1, 1], "lp": [-1.0, -0.5, -0.25], "prompt_ids": [7]}
+
+    def read(*left_out: str) -> tuple[Any, ...]:
+        told = {name: path for name, path in MAPPED_TOKENS.items() if name not in left_out}
+        read_map = config.load(overrides=[(f"map.{name}", path) for name, path in told.items()]).map
+        [turn_read] = tg.read([row], map=read_map)[0].generations
+        logprobs = None if turn_read.logprobs is None else turn_read.logprobs.tolist()
+        return turn_read.prompt_token_ids.tolist(), turn_read.token_ids.tolist(), logprobs
+
+    assert read() == ([5, 9], [1, 2], [-0.5, -0.25])
+    assert read("logprobs") == ([5, 9], [1, 2], None)
+    assert read("prompt_token_ids") == ([7, 9], [1, 2], [-0.5, -0.25])
+    assert read("loss_mask") == ([5], [9, 1, 2], [-1.0, -0.5, -0.25])
+
+
 def map_fields(_: Path) -> None:
     """A row for each: what the first trace then says."""
     assert mapped(reward="score")[0].reward == 0.5
@@ -531,6 +551,7 @@ ROWS: dict[str, tuple[str | None, Callable[[Any], None]]] = {
     "data.holdout": (None, holdout),
     "mixture.weights": (None, weights),
     **{f"map.{name}": (None, map_fields) for name in MAPPED},
+    **{f"map.{name}": (None, map_tokens) for name in MAPPED_TOKENS},
     **{f"map.{name}": (None, map_session) for name in ("session", "order")},
     **{f"filter.{of.__name__}": (None, of) for of in OF_FILTER},
     **{f"filter.{name}": (None, by_trace(name)) for how, *_ in BY_TRACE for name in how},

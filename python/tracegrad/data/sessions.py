@@ -275,7 +275,7 @@ class Sessions:
             return
         order = order_of(record, self.field_map.order) if self.field_map.order else 0.0
         before, end, state = (), None, None
-        if by_prefix and (calls := _joinable_calls(record)):
+        if by_prefix and (calls := self._calls(record)):
             hashes, end = prefix_hashes(calls[-1])
             before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
             state = end if _is_text_state(record) else None
@@ -388,7 +388,7 @@ class Sessions:
         calls = [(entry, text, parse_record(text)) for entry, text in texts]
         side_calls: list[list[Part]] = []
         if len(calls) > 1:
-            calls, others = _partition(calls, lambda part: _joinable_calls(part[2]) is not None)
+            calls, others = _partition(calls, lambda part: self._calls(part[2]) is not None)
             for entry, text, record in others:
                 keys = ", ".join(list(map(str, record))[:8]) or "none"
                 reason = (f"a record with the keys {keys} among several of session {key!r:.60}", *_NO_CALL)
@@ -435,7 +435,7 @@ class Sessions:
         last_rewards: dict[str, Any] = {}
         for entry, _, record in parts:
             fields = {**record, **entry.header}
-            calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in _joinable_calls(record) or ()]
+            calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in self._calls(record) or ()]
             shared = {**chat.pick(fields, _SHARED_FIELDS), **shared}
             if "id" in entry.header:
                 shared["id"] = shared["id"] if key is None else entry.header["id"]
@@ -452,6 +452,15 @@ class Sessions:
         record = {**shared, **last_rewards, "calls": complete_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, append_fields(b"{}", record))
 
+    def _calls(self, record: Any) -> list[dict[str, Any]] | None:
+        """Return the calls of a record. With `prefix`, a state is its last answer, without messages that follow it."""
+        if (calls := calls_of(record)) or self.field_map.session != "prefix" or not _is_text_state(record):
+            return calls
+        messages = record["messages"]
+        counts = range(len(messages), 0, -1)
+        count = next((count for count in counts if chat.role(messages[count - 1]) == "assistant"), 0)
+        return calls_of({**record, "messages": messages[:count]})
+
     def _text(self, entry: Entry) -> bytes:
         self._file.seek(entry.offset)
         return self._file.read(entry.length)
@@ -464,8 +473,8 @@ class Sessions:
         ]
         if self.records_without_call:
             lines.append(
-                f"         {self.records_without_call:,} records without a call say what they say of their "
-                "conversations"
+                f"         {self.records_without_call:,} records without a call add their values, such as scores, "
+                "to their conversations"
             )
         if self.repeated:
             lines.append(
@@ -479,15 +488,6 @@ class Sessions:
         if self.differing_rewards:
             lines.append(f"         {self.differing_rewards:,} rewards of one conversation differ: its last one counts")
         return lines
-
-
-def _joinable_calls(record: Any) -> list[dict[str, Any]] | None:
-    """Return the calls of a record; those of a state are its last answer, without the messages that follow it."""
-    if (calls := calls_of(record)) or not _is_text_state(record):
-        return calls
-    messages = record["messages"]
-    count = next((index for index in range(len(messages), 0, -1) if chat.role(messages[index - 1]) == "assistant"), 0)
-    return calls_of({**record, "messages": messages[:count]})
 
 
 def _is_text_state(record: Any) -> bool:
@@ -526,7 +526,7 @@ def _without_side_calls(parts: list[Part], owners: Sequence[str | None]) -> list
     chains: list[tuple[bool, int, bool]] = []
     ends: dict[bytes, int] = {}
     for index, (_, _, record) in enumerate(parts):
-        call = next(iter(_joinable_calls(record) or ()), {})
+        call = next(iter(calls_of(record) or ()), {})
         request = chat.as_mapping(call.get("request"))
         tools = request.get("tools") or record.get("tools") or []
         model_and_tools = [request.get("model") or record.get("model"), tools, owners[index]]

@@ -1,6 +1,6 @@
 """Read the traces of an MLflow experiment with MLflow's own client.
 
-Source: mlflow 3.17 `MlflowClient.search_traces`, `Trace.to_dict`, `Span.to_dict`, `Assessment.to_dictionary`.
+Source: mlflow 3.17 `MlflowClient.search_traces`, `to_dict` of its traces and spans, `to_dictionary` of its assessments.
 """
 
 import base64
