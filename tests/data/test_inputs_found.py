@@ -223,3 +223,18 @@ def test_a_duration_does_not_order_the_calls_of_a_session():
         rows = [{key: value for key, value in row.items() if key != "started"} for row in rows]
         found = infer_fields.infer(rows, names=["session"])
         assert found.of("session")[0].flags() == ["--map.session", "session_id", *flags]
+
+
+def test_states_that_other_records_continue_are_joined_by_prefix():
+    def talk(number, *texts):
+        roles = ("user", "assistant")
+        return {"messages": [{"role": roles[at % 2], "content": f"{text}{number}"} for at, text in enumerate(texts)]}
+
+    states = [talk(number, "a", "b", "c") for number in range(4)]
+    continued = [talk(number, "a", "b", "c", "d") for number in range(4)]
+    [guess] = infer_fields.infer([*states, *continued], names=["session"]).of("session")
+    assert (guess.path, guess.evidence) == ("prefix", "4 of 4 calls go on an earlier one")
+    answered = [talk(number, "a", "b") for number in range(4)]
+    assert not infer_fields.infer([*states, *answered], names=["session"]).guesses
+    # Fewer than half of them are continued.
+    assert not infer_fields.infer([*states, continued[0]], names=["session"]).guesses

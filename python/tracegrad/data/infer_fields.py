@@ -28,7 +28,7 @@ from tracegrad.data.formats import (
     span_containers,
 )
 from tracegrad.data.infer_tokens import TEMPERATURE, TokenColumns
-from tracegrad.data.sessions import calls_of, prefix_hashes
+from tracegrad.data.sessions import calls_of, is_text_state, prefix_hashes
 from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError
@@ -56,6 +56,8 @@ class CallStatistics:
         self.prompts: Counter[bytes] = Counter()
         self._groups, self._sessions = groups, sessions
         self._ends: set[bytes] = set()
+        self._states: set[bytes] = set()
+        self._continued_states: set[bytes] = set()
         self._prompts_of_keys: dict[str, dict[str, dict[bytes, int]]] = {}
         self._conversations_of_keys: dict[str, set[str]] = {}
 
@@ -64,11 +66,12 @@ class CallStatistics:
         """Number of records that continue an earlier one.
 
         A record of messages may start like another by chance. Such records count only if at least half of those with an
-        earlier answer continue another record, as in a log of single calls.
+        earlier answer continue another record, as in a log of single calls. So do records whose last message has no
+        answer: they are states of a conversation if another record continues them.
         """
-        return self._joined + (
-            self._joined_conversations if 2 * self._joined_conversations >= self._conversations else 0
-        )
+        conversations = self._joined_conversations if 2 * self._joined_conversations >= self._conversations else 0
+        continued = len(self._continued_states)
+        return self._joined + conversations + (continued if 2 * continued >= len(self._states) else 0)
 
     def add(self, record: Any, made: Sequence[Any]) -> None:
         """Add the calls of one record. `made` are the records converted from it; several answers share one prompt."""
@@ -122,8 +125,11 @@ class CallStatistics:
         Empty if the call continues another one; None if the record is not a call with its own request.
         """
         if not (calls := calls_of(record)):
+            if is_text_state(record) and chat.has_answer(record["messages"]):
+                self._states.add(prefix_hashes({"request": record})[0][-1])
             return None
         hashes, _ = prefix_hashes(calls[0])
+        self._continued_states |= self._states.intersection(hashes)
         _, end = prefix_hashes(calls[-1])
         self.calls += 1
         continues = any(each in self._ends for each in hashes)

@@ -278,8 +278,8 @@ class Sessions:
         if by_prefix and (calls := self._calls(record)):
             hashes, end = prefix_hashes(calls[-1])
             before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
-            state = end if _is_text_state(record) else None
-        elif by_prefix and _is_text_state(record):
+            state = end if is_text_state(record) else None
+        elif by_prefix and is_text_state(record):
             before = tuple(prefix_hashes({"request": record})[0])
             state = before[-1]
         if key is not None:
@@ -454,7 +454,7 @@ class Sessions:
 
     def _calls(self, record: Any) -> list[dict[str, Any]] | None:
         """Return the calls of a record. With `prefix`, a state is its last answer, without messages that follow it."""
-        if (calls := calls_of(record)) or self.field_map.session != "prefix" or not _is_text_state(record):
+        if (calls := calls_of(record)) or self.field_map.session != "prefix" or not is_text_state(record):
             return calls
         messages = record["messages"]
         counts = range(len(messages), 0, -1)
@@ -490,7 +490,7 @@ class Sessions:
         return lines
 
 
-def _is_text_state(record: Any) -> bool:
+def is_text_state(record: Any) -> bool:
     """Return whether a record has only the text of messages: no request or response, and nothing about their tokens."""
     if not isinstance(record, Mapping) or not record.keys().isdisjoint(("request", "response", "calls", "choices")):
         return False
