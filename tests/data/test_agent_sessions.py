@@ -108,6 +108,11 @@ HI = [claude("u", None), claude("a", "u", "assistant", "A")]
             [""],
             "hidden reasoning",
         ),
+        (
+            [*HI, claude("v", "a", isSidechain=True), claude("b", "v", "assistant", "B", isSidechain=True)],
+            ["A"],
+            "earlier lines are not in the file",
+        ),
         ([HI[0], claude("p", "u", "progress", ""), claude("a", "p", "assistant", "A")], ["A"], None),
     ],
 )
@@ -203,6 +208,15 @@ def test_events_of_openhands_are_the_prompts_that_it_would_send(source):
         assert left_out == {}
 
 
+def test_event_files_are_in_the_order_of_their_numbers_whatever_their_ids(tmp_path):
+    (tmp_path / "c" / "events").mkdir(parents=True)
+    files = sorted((GOLDEN / "openhands" / "conversation-1" / "events").iterdir())
+    for number, (file, name) in enumerate(zip(files, "fedcba987654", strict=True)):
+        (tmp_path / "c" / "events" / f"event-{number:05}-{name}3b.json").write_bytes(file.read_bytes())
+    [trace], [wanted] = read(tmp_path)[0], read(GOLDEN / "openhands")[0]
+    assert [seen(trace, each) for each in trace.generations] == [seen(wanted, each) for each in wanted.generations]
+
+
 def test_old_events_of_openhands_have_the_response_of_the_model():
     def call(identity):
         return {"id": identity, "type": "function", "function": {"name": "run", "arguments": "{}"}}
@@ -230,9 +244,9 @@ def test_old_events_of_openhands_have_the_response_of_the_model():
         run(3, "t2"),
         result(4, "t1"),
         result(5, "t2"),
-        event(6, action="message", args={"content": "Ran."}),
+        event("six", action="message", args={"content": "Ran."}),
         event(7, observation="agent_state_changed", content=""),
-        event(8, action="condensation", args={"forgotten_events_start_id": 2, "forgotten_events_end_id": 5}),
+        event(8, action="condensation", args={"forgotten_events_start_id": 2, "forgotten_events_end_id": 10**15}),
         event(9, action="message", args={"content": "Bye."}),
     ]
     assert session_files.producer_of(events[:4]) == "openhands"

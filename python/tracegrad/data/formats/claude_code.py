@@ -42,7 +42,7 @@ def of_session(record: Any) -> list[dict[str, Any]] | None:
             continue
         key = None
         if line.get("isSidechain"):
-            key = line.get("agentId") or (thread_of.get(parent) if parent in thread_of else uuid)
+            key = line.get("agentId") or thread_of.get(str(parent)) or uuid
         thread_of[uuid] = key
         threads.setdefault(key, _Thread()).add(line, line.get("sessionId") == own, converted)
     for key, thread in threads.items():

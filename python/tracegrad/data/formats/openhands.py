@@ -103,11 +103,10 @@ class _History:
         choices = record_fields.require_list(response.get("choices"), "choices")
         if action == "condensation":
             start, end = args.get("forgotten_events_start_id"), args.get("forgotten_events_end_id")
-            has_range = isinstance(start, int) and isinstance(end, int)
-            forgotten = set(args.get("forgotten_event_ids") or ()) or (
-                range(start or 0, (end or 0) + 1) if has_range else ()
-            )
-            self._condense({each for each in self._events if each in forgotten}, args, identity)
+            forgotten = set(args.get("forgotten_event_ids") or ())
+            if not forgotten and isinstance(start, int) and isinstance(end, int):
+                forgotten = {each for each in self._events if isinstance(each, int) and start <= each <= end}
+            self._condense(forgotten, args, identity)
         elif action is not None and source == "agent" and choices:
             message = chat.as_mapping(chat.as_mapping(choices[0]).get("message"))
             name = str(response.get("id") or identity)

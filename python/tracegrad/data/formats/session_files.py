@@ -15,7 +15,6 @@ from typing import Any
 
 from tracegrad import _core
 from tracegrad.data import chat
-from tracegrad.data.json_path import natural_sort_key
 from tracegrad.data.read_options import CHUNK_BYTES, MOST_BYTES
 from tracegrad.data.trace import parse_json
 from tracegrad.errors import FormatError, ReadError
@@ -23,7 +22,7 @@ from tracegrad.errors import FormatError, ReadError
 HEAD_BYTES = 4096
 _SIGNS = re.compile(rb'"(parentUuid|leafUuid|messageId|session_meta|llm_response_id|observation)"')
 _LINES = re.compile(rb'"(parentUuid|leafUuid)"|"type": ?"session_meta"')
-_EVENT_FILE = re.compile(r"event-\d+-.+\.json$")
+_EVENT_FILE = re.compile(r"event-(\d+)-.+\.json$")
 _HEAD_LINES = 16
 
 
@@ -77,8 +76,9 @@ def records(path: str) -> Iterator[bytes]:
     lines: list[bytes] = []
     broken: list[int] = []
     size = 0
-    names = [name for name in os.listdir(path) if _EVENT_FILE.match(name)] if is_folder else []
-    parts = [os.path.join(path, name) for name in sorted(names, key=natural_sort_key)]
+    # The number of an event is its place. The rest of the name is a random id.
+    matches = filter(None, map(_EVENT_FILE.match, os.listdir(path) if is_folder else []))
+    parts = [os.path.join(path, name) for _, name in sorted((int(match[1]), match[0]) for match in matches)]
     for part in parts if is_folder else [path]:
         reader = _reader(part)
         while chunk := reader.cut(256, 8 << 20):

@@ -3,6 +3,7 @@
 `session_files` makes one record of a session: {"session_file": producer, "name": ..., "lines": [...]}.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,8 +97,8 @@ class Tree:
         """
         if not self.answers:
             return None
-        models = [each.model for each in self.answers if each.model is not None]
-        model = max(dict.fromkeys(models), key=models.count, default=None)
+        models = Counter(each.model for each in self.answers if each.model is not None)
+        model = max(models, key=models.__getitem__, default=None)
         answers = [each for each in self.answers if each.model in (model, None)]
         if others := len(self.answers) - len(answers):
             key = "answers of other models than the most frequent one of their session: they are context"
