@@ -11,7 +11,7 @@ from messages import said, user, written
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import main
 from tracegrad.config import FieldMap
-from tracegrad.data import infer_fields
+from tracegrad.data import infer_fields, infer_tokens
 from tracegrad.data.infer_tokens import number_lists
 from tracegrad.errors import ArgumentError, FormatError
 
@@ -192,11 +192,27 @@ def test_the_rollouts_own_logprobs_come_before_those_of_another_model():
             {"token_ids": "out", "logprobs": "lp"},
             "a list of logprobs of",
         ),
+        ({"prompt_ids": [1, 3], "out": [1, 3, 5, 2]}, {"token_ids": "out"}, "it begins with the ids of the prompt"),
+        (
+            {"prompt": "a", "responses": ["b", "c"], "lp": [-0.5, -0.25, -0.125]},
+            {"logprobs": "lp"},
+            "lp: it is one list, and the record has 2 answers",
+        ),
     ],
 )
 def test_a_list_that_may_belong_to_another_turn_is_refused(record, paths, says):
     with pytest.raises(FormatError, match=rf"TG-(DATA-043|FORMAT-067): <records>:1: .*{says}"):
         tg.read([record], map=paths)
+
+
+def test_ids_of_a_whole_conversation_repeat_no_prompt_and_those_of_an_answer_follow_it():
+    paths = {"token_ids": "ids", "loss_mask": "used", "logprobs": "lp", "prompt_token_ids": "before"}
+    for before, ids in (([1, 3], [1, 3, 9, 5, 2]), ([1, 3], [9, 5, 2])):
+        used = [0] * (len(ids) - 2) + [1, 1]
+        [trace] = tg.read([{"before": before, "ids": ids, "used": used, "lp": [-0.5, -0.25]}], map=paths)
+        [turn] = trace.generations
+        assert (turn.prompt_token_ids.tolist(), turn.token_ids.tolist()) == ([1, 3, 9], [5, 2])
+        assert turn.logprobs.tolist() == [-0.5, -0.25]
 
 
 def test_a_mask_needs_the_ids_that_it_marks():
@@ -223,6 +239,16 @@ def test_lists_are_searched_to_a_bound():
         deep = {"a": deep, "lp": [-0.5]}
     assert len(number_lists(deep)) == 8
     assert sum(map(len, number_lists({"lp": [[-0.5]] * 10_000}).values())) < 10_000
+
+
+def test_sets_of_lists_are_tried_to_a_bound(monkeypatch):
+    tried = []
+    monkeypatch.setattr(infer_tokens, "_turns", lambda records, paths: tried.append(paths))
+    lists = {f"{name}{at}": value for at in range(100) for name, value in (("tok", [5, 2]), ("used", [0, 1]))}
+    infer_fields.infer([{"prompt_ids": [1], **lists, "lp": [-0.5]}], names=["logprobs", "token_ids"])
+    found = [paths for paths in tried if paths]
+    assert [len([each for each in found if name in each]) for name in ("loss_mask", "token_ids")] == [64, 64 + 32]
+    assert {"logprobs": "lp"} in found
 
 
 def rows(**changes):

@@ -107,12 +107,12 @@ class Mapper:
             BadValueError: if a value cannot be assigned to one sampled turn.
         """
         paths = self._token_paths()
-        values = token_fields.values_of(record, original, paths, index, count) if paths else {}
-        if not values:
-            return raw, record
-        for name, value in values.items():
-            self.kind_counts.setdefault(name, Counter())[json_path.describe_type(value)] += 1
         try:
+            values = token_fields.values_of(record, original, paths, index, count) if paths else {}
+            if not values:
+                return raw, record
+            for name, value in values.items():
+                self.kind_counts.setdefault(name, Counter())[json_path.describe_type(value)] += 1
             fields, is_complete = token_fields.placed(record, values)
         except token_fields.UncertainError as error:
             name, problem = error.args

@@ -19,6 +19,8 @@ from tracegrad.errors import TracegradError
 
 MOST_RECORDS, MOST_NODES, MOST_NUMBERS, TRIED = 200, 8192, 4096, 16
 """Most records, most nodes of one record, most numbers of one list that are searched; records read with the flags."""
+MOST_CANDIDATES, MOST_SETS = 32, 64
+"""Most lists of one kind, and most sets of them, that are read to see whether they belong together."""
 _POSITIVE = 1e-3  # Nats. Rounding can give a certain token a logprob this far above 0.
 TEMPERATURE = re.compile(r"(?:^|[._-])(?:sampling_?)?temp(?:erature)?$", re.I)
 """Names of fields with a sampling temperature."""
@@ -183,11 +185,11 @@ class TokenColumns:
             for path in paths[:8]:
                 result += islice(self._checked("logprobs", self._with_logprobs(path), field_map), 1)
         if "token_ids" in names and not any("token_ids" in each.paths for each in result):
-            for path in self._ids():
+            for path in self._ids()[:MOST_CANDIDATES]:
                 if _IDS.search(path) and not _PROMPT.search(path):
                     result += self._checked("token_ids", [{"token_ids": path}], field_map)
         if "sampling" in names:
-            for path in self._temperatures:
+            for path in islice(self._temperatures, MOST_CANDIDATES):
                 result += self._checked("temperature", [{"temperature": path}], field_map)
         return result
 
@@ -197,7 +199,11 @@ class TokenColumns:
 
     def _with_logprobs(self, path: str) -> Iterator[dict[str, str]]:
         """Yield the sets of lists to which a list of logprobs may belong: with ids and a mask, with ids, alone."""
-        lists, ids = self._paths[path], self._ids()
+        yield from islice(self._with_ids(path), MOST_SETS)
+        yield {"logprobs": path}
+
+    def _with_ids(self, path: str) -> Iterator[dict[str, str]]:
+        lists, ids = self._paths[path], self._ids()[:MOST_CANDIDATES]
         masks = [name for name, each in self._paths.items() if each.is_mask and not _PADDING.search(name)]
         masks.sort(key=lambda name: not _MASK.search(name))
         for name in ids:
@@ -205,13 +211,12 @@ class TokenColumns:
                 other for other in ids if other != name and _PROMPT.search(other) and other not in _READ_AS_PROMPT
             ]
             prompt = {"prompt_token_ids": prompts[0]} if prompts else {}
-            for mask in masks:
+            for mask in masks[:MOST_CANDIDATES]:
                 if self._paths[name].equals(self._paths[mask]) and lists.fits(self._paths[mask]):
                     yield {"logprobs": path, "token_ids": name, "loss_mask": mask, **prompt}
             if lists.equals(self._paths[name]):
                 yield {"logprobs": path, "token_ids": name}
                 yield {"logprobs": path, "token_ids": name, **prompt}
-        yield {"logprobs": path}
 
     def _checked(self, name: str, choices: Iterable[dict[str, str]], field_map: FieldMap) -> Iterator[TokenLists]:
         """Yield the sets of paths that can be read, and that give turns a value of `name` that they do not have."""

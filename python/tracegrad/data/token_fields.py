@@ -12,6 +12,7 @@ from tracegrad.data import chat, json_path
 
 NAMES = ("token_ids", "logprobs", "prompt_token_ids", "loss_mask", "temperature")
 """Fields of a `FieldMap` that can have one value per turn."""
+_OF_ANSWER = ("token_ids", "logprobs", "loss_mask")
 _PROMPT_IDS = ("prompt_ids", "prompt_token_ids")
 _SIGNS = ("messages", "request", "response", "calls", "choices", "response_length", "custom_id", "format")
 """Keys by which the core would read a row of ids in another form, in addition to all lists."""
@@ -30,6 +31,9 @@ def values_of(record: Any, original: Any, paths: Mapping[str, str], index: int, 
         paths: path of each field.
         index, count: number of the converted record among those of the original one. A list with one entry per answer
             is replaced by its entry.
+
+    Raises:
+        UncertainError: if several answers share one list of ids, logprobs or a mask.
     """
     values = {}
     for name, path in paths.items():
@@ -38,9 +42,19 @@ def values_of(record: Any, original: Any, paths: Mapping[str, str], index: int, 
                 value = json_path.collect(source, path)
             except json_path.Missing:
                 continue
-            values[name] = value[index] if count > 1 and _has_each(value, count) else value
+            if count > 1 and _has_each(value, count):
+                value = value[index]
+            elif count > 1 and name in _OF_ANSWER and is_column(value) and _is_shared(record, original, path):
+                raise UncertainError(name, f"it is one list, and the record has {count:,} answers")
+            values[name] = value
             break
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _is_shared(record: Mapping[str, Any], original: Any, path: str) -> bool:
+    """Return whether the value at a path is in a field that the conversion left as it was."""
+    same = {key: each for key, each in chat.as_mapping(original).items() if record.get(key) is each}
+    return chat.get_path(same, path) is not None
 
 
 def _has_each(value: Any, count: int) -> bool:
@@ -114,14 +128,23 @@ def _length(value: Any) -> int:
 
 
 def _row(record: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of ids as TRL's rollout functions return it, with the fields of the record that are no lists."""
+    """Return a row of ids as TRL's rollout functions return it, with the fields of the record that are no lists.
+
+    Raises:
+        UncertainError: if the ids begin with those of the prompt, and no mask tells which were sampled.
+    """
     other_fields = {key: value for key, value in record.items() if key not in _SIGNS and not isinstance(value, list)}
     prompt = values.get("prompt_token_ids", next((record[key] for key in _PROMPT_IDS if record.get(key)), []))
     ids, mask, logprobs = values["token_ids"], values.get("loss_mask"), values.get("logprobs")
+    has_prompt = bool(prompt) and ids[: len(prompt)] == prompt
+    if has_prompt and mask is None:
+        raise UncertainError("token_ids", "it begins with the ids of the prompt, which were not sampled")
     if mask is not None:
         sampled = [bool(item) for item in mask]
         first = sampled.index(True) if True in sampled else len(sampled)
-        prompt, ids, mask = [*prompt, *ids[:first]], ids[first:], sampled[first:]
+        # Ids of the whole conversation contain the prompt already.
+        prompt = ids[:first] if has_prompt and len(prompt) <= first else [*prompt, *ids[:first]]
+        ids, mask = ids[first:], sampled[first:]
         logprobs = _of_response(logprobs, first, mask) if isinstance(logprobs, list) else logprobs
     temperature = _only(values["temperature"]) if "temperature" in values else None
     row = {"prompt_ids": prompt, "completion_ids": ids, "env_mask": mask, "logprobs": logprobs}
