@@ -98,9 +98,15 @@ def test_a_second_line_of_an_id_is_refused_at_its_place(tmp_path, side):
     at = inputs if side is asked else outputs
     with pytest.raises(FormatError, match=rf"TG-READ-006: {at}:2: .*'a'; the first is at {at}:1"):
         tg.read([inputs, outputs])
+    written(Path(inputs), [*map(json.loads, Path(inputs).read_text().splitlines()), asked("b")])
+    written(Path(outputs), [*map(json.loads, Path(outputs).read_text().splitlines()), answered("b")])
     _, texts, stream = read([inputs, outputs], on_error="skip")
-    assert texts == [["a?", "a!"]]
+    assert texts == [["b?", "b!"]], "which of two requests an answer belongs to would be guessed"
     assert stream.read_report.bad == 1
+    assert stream.lines() == [
+        "batch    1 answers have their request, by custom_id",
+        "         2 lines whose custom_id occurs again are left out",
+    ]
 
 
 def test_fields_of_both_sides_are_mapped_and_found_and_sessions_are_joined(tmp_path):
@@ -125,7 +131,7 @@ def test_files_of_a_batch_stay_in_one_part(tmp_path):
 
 
 def test_a_bad_line_is_written_to_the_quarantine_of_its_file(tmp_path):
-    inputs = written(tmp_path / "in.jsonl", [asked("a"), asked("a")])
-    outputs = written(tmp_path / "out.jsonl", [answered("a")])
+    inputs = written(tmp_path / "in.jsonl", [asked("b"), asked("a"), asked("a")])
+    outputs = written(tmp_path / "out.jsonl", [answered("a"), answered("b")])
     assert len(tg.read([inputs, outputs], on_error="quarantine")) == 1
     assert json.loads(Path(f"{inputs}.quarantine.raw").read_text()) == asked("a")

@@ -72,6 +72,7 @@ class Batches:
     files: Sequence[str]
     _requests: dict[str, _Entry] = field(default_factory=dict)
     _answers: dict[str, _Entry] = field(default_factory=dict)
+    _ambiguous: set[str] = field(default_factory=set)
     _size: int = 0
 
     def __post_init__(self) -> None:
@@ -86,6 +87,7 @@ class Batches:
         side, name = (self._requests, "request") if _is_request(record) else (self._answers, "answer")
         key = record["custom_id"]
         if key in side:
+            self._ambiguous.add(key)
             place_of_first, line_of_first, *_ = side[key]
             first = format_location(self.files[place_of_first] if self.files else "", line_of_first)
             raise BadValueError(
@@ -102,10 +104,13 @@ class Batches:
     def join(self) -> Iterator[BatchLine]:
         """Yield each answer, with its request if there is one; without any answer, each request.
 
-        A request without an answer is left out. An answer without a request has no prompt.
+        A request without an answer is left out, and so are the lines of an id that one side has twice. An answer
+        without a request has no prompt.
         """
         for key, (place, line, *span) in (self._answers or self._requests).items():
             raw = self._text(*span)
+            if key in self._ambiguous:
+                continue
             if self._answers and (entry := self._requests.get(key)):
                 request = parse_record(self._text(*entry[2:]))
                 body = next(request[name] for name in _REQUESTS if isinstance(request.get(name), Mapping))
@@ -118,16 +123,20 @@ class Batches:
         return self._file.read(length)
 
     def unjoined(self) -> dict[str, int]:
-        """Return the number of requests without an answer, which are left out."""
-        return {"requests without an answer": len(self._requests.keys() - self._answers.keys()) if self._answers else 0}
+        """Return the numbers of lines that are left out: requests without an answer, and lines of ambiguous ids."""
+        requests, answers = self._requests.keys(), self._answers.keys()
+        return {
+            "requests without an answer": len(requests - answers - self._ambiguous) if answers else 0,
+            "lines whose custom_id occurs again": sum((key in requests) + (key in answers) for key in self._ambiguous),
+        }
 
     def lines(self) -> list[str]:
         """Return the counts as lines for a terminal."""
         if not self._answers:
             return []
-        joined = len(self._requests.keys() & self._answers.keys())
+        joined = len((self._requests.keys() & self._answers.keys()) - self._ambiguous)
         lines = [f"batch    {joined:,} answers have their request, by custom_id"]
         lines += [f"         {count:,} {name} are left out" for name, count in self.unjoined().items() if count]
-        if alone := len(self._answers) - joined:
+        if alone := len(self._answers.keys() - self._requests.keys() - self._ambiguous):
             lines.append(f"         {alone:,} answers have no request: their prompt is unknown")
         return lines
