@@ -111,6 +111,14 @@ def trial(**detail):
         ({**NEMO_RL, "input_lengths": [4]}, "there are 3 tokens"),
         ({**PRIME_RL, "loss_mask": [0]}, "`loss_mask` is a list of 1, and there are 2 tokens"),
         ({**PRIME_RL, "rl_weights": [0.0]}, "`rl_weights` is a list of 1"),
+        (
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "response": {"choices": [{"message": {"role": "assistant", "content": each}} for each in "bc"]},
+                "provider_specific_fields": {"generation_token_ids": [5, 2]},
+            },
+            "generation_token_ids` is a list of 2, and there are 2 answers",
+        ),
         (trial(prompt_token_ids=[[1]]), r"rollout_details\[0\] has 1 prompts and 2 answers"),
     ],
 )

@@ -6,6 +6,7 @@ messages with `prompt_token_ids`, `generation_token_ids` and `generation_log_pro
 of failed rollouts, logs of completions with `provider_specific_fields`).
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def of_chat(record: Any) -> list[dict[str, Any]] | None:
     None if the record has none of them.
 
     Raises:
-        BadValueError: if an id is not a number.
+        BadValueError: if an id is not a number, or the response has ids of one answer and several answers.
     """
     if not isinstance(record, Mapping) or "calls" in record:
         return None
@@ -62,6 +63,9 @@ def of_chat(record: Any) -> list[dict[str, Any]] | None:
         messages = [chat.as_mapping(each.get("message")) for each in _choices(owner)]
         if not any(_has_ids(each) for each in (fields, *messages)):
             return None
+        if _has_ids(fields) and len(messages) > 1:
+            name = "provider_specific_fields.generation_token_ids"
+            raise record_fields.length_refusal(name, fields["generation_token_ids"], len(messages))
         choices = [_renamed_choice(each, fields) for each in _choices(owner)]
         prompts = [each.pop("prompt_token_ids") for each in choices if "prompt_token_ids" in each]
         renamed = {**owner, **({"prompt_token_ids": prompts[0]} if prompts else {}), "choices": choices}
@@ -122,15 +126,16 @@ def _without_padding(messages: list[Any], converted: Converted) -> list[Any]:
 
     Their ids are [0] after [0], or those of an earlier answer after the same prompt: they were not sampled.
     """
-    seen: list[Any] = []
+    seen: set[str] = set()
     kept = []
     for message in messages:
         tokens = [chat.as_mapping(message).get(key) for key in ("prompt_token_ids", "token_ids")]
         if all(tokens):
-            if tokens == [[0], [0]] or tokens in seen:
+            text = json.dumps(tokens)
+            if tokens == [[0], [0]] or text in seen:
                 converted.left_out["messages that pad a rollout: their ids are not sampled"] += 1
                 continue
-            seen.append(tokens)
+            seen.add(text)
         kept.append(message)
     return kept
 
