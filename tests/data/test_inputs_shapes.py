@@ -447,6 +447,8 @@ SPAN = {"id": "o", "traceId": "t", "startTime": "2026-01-01T00:00:00Z"}
     "row",
     [
         {**SPAN, "type": "SPAN", "name": "agent", "input": {"q": 1}, "output": {"a": 2}},
+        {**SPAN, "type": "SPAN", "input": {"messages": [user("a")]}, "output": said("b")},  # as the generation below it
+        {**SPAN, "type": "AGENT", "input": [user("a")], "output": "b"},
         {**SPAN, "type": "EVENT"},
         {"kind": "chain", "run_id": "1", "inputs": {"q": "x"}, "outputs": {"a": 1}},
         {"run_id": "r", "status": "finished", "config": {"model": "m"}, "turns": 3},

@@ -297,6 +297,18 @@ _KINDS_WITHOUT_CALL = {
 }
 
 
+def of_observation(record: Any) -> list[dict[str, Any]] | None:
+    """Return no records for an observation of Langfuse that is not a generation; None for other records.
+
+    Its input and output may repeat the messages of a generation below it.
+    """
+    fields = chat.as_mapping(record)
+    kind = fields.get("type")
+    if not isinstance(kind, str) or not isinstance(fields.get("traceId"), str) or "output" not in fields:
+        return None
+    return [] if kind.lower() in _KINDS_WITHOUT_CALL else None
+
+
 def of_parent_row(record: Any) -> list[dict[str, Any]] | None:
     """Return no records for a row above or next to calls, because it contains no call; None for other records.
 

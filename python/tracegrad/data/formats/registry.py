@@ -116,6 +116,7 @@ ADAPTERS = (
     Adapter("choices", openai_calls.of_call),
     Adapter(record_fields.FAILED, ollama.of_request, ollama.KEYS, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, finds_separate_answer=True),
+    Adapter("parent_row", generic.of_observation, weak=True),
     Adapter("logged_call", openai.of_call, weak=True, finds_separate_answer=True),
     Adapter("prompt_response", prompt_response.of_answered, weak=True, finds_separate_answer=True),
     Adapter("prompt_samples", prompt_response.of_samples, weak=True, finds_separate_answer=True),
