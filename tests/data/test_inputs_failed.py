@@ -149,7 +149,7 @@ def test_a_failed_call_takes_no_good_call_of_its_session_along(session):
     assert [message["content"] for message in traces[0].messages] == ["0?", "b0", "c", "d"]
     assert [trace.reward for trace in traces] == [0, 0.25, 0.5, 0.75], "a failed call says nothing of its session"
     assert stream.read_report.bad == 3
-    how = "go on one another" if session == "prefix" else "share conversation_id"
+    how = "continue one another" if session == "prefix" else "share conversation_id"
     assert stream.lines() == [
         "convert  7 records of logged_call",
         "         3 calls failed: no answer in them",
@@ -166,7 +166,8 @@ def test_what_is_no_call_or_is_refused_is_left_out_of_its_session_alone(tmp_path
     path.write_text("".join(json.dumps(each) + "\n" for each in (calls[0], *odd, calls[1])))
     stream = tg.stream(path, map={"session": "s"}, on_error="quarantine")
     [traces] = [part for part in stream if len(part)]
-    assert stream.lines()[1:] == ["         1 rewards of one conversation differ: its last one counts"]
+    line = "1 rewards differ from an earlier one of their conversation: the last one counts"
+    assert stream.lines()[1:] == [f"         {line}"]
     report = stream.read_report
     assert [[message["content"] for message in trace.messages] for trace in traces] == [["a", "b", "c", "d"]]
     assert report.reasons == {"wrong_type": 2}

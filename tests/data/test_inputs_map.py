@@ -269,7 +269,7 @@ def test_calls_that_go_on_one_another_are_joined_and_forks_kept_apart():
     elsewhere = call([user("a"), said("B"), user("c")], "d")
     traces, words = mapped(A1, B1, A2, other, elsewhere, session="prefix")
     assert [len(trace.generations) for trace in traces] == [3, 1, 1]
-    assert "5 records are 3 conversations, whose calls go on one another" in words
+    assert "5 records are 3 conversations, whose calls continue one another" in words
     assert traces[0].location == ("<records>", 1)
 
 
@@ -297,7 +297,7 @@ def test_sampling_parameters_stay_with_their_calls():
 def test_rewards_of_one_conversation_that_differ_are_said_and_the_last_counts():
     [trace], words = mapped(A1, A2, session="s", reward="metadata.score")
     assert trace.reward == 1
-    assert "1 rewards of one conversation differ: its last one counts" in words
+    assert "1 rewards differ from an earlier one of their conversation: the last one counts" in words
 
 
 def test_sessions_go_over_files_and_a_record_that_is_no_call_is_located(tmp_path):

@@ -27,10 +27,9 @@ def test_calls_of_a_session_that_are_none_of_its_conversation_stand_apart(aside)
     assert [len(trace.generations) for trace in traces] == [2, 2, 1]
     assert [trace.reward for trace in traces] == [0, None, 1]
     assert [each["content"] for each in traces[0].messages] == ["a", "b", "c", "d"]
-    said_aside = "2 calls of another model, or with other tools, that begin otherwise than their conversation"
-    assert [line.strip() for line in stream.lines() if said_aside in line] == [
-        f"{said_aside} stand apart, without a reward"
-    ]
+    [line] = [line.strip() for line in stream.lines() if "split off" in line]
+    differs = "their model or tools differ, and so do their first messages"
+    assert line == f"2 calls are split off their conversation: {differs}. They have no reward"
 
 
 def test_a_call_of_another_model_that_goes_on_is_of_the_conversation():
@@ -175,6 +174,9 @@ def test_a_conversation_that_would_become_too_long_is_refused(monkeypatch):
     with pytest.raises(tg.TracegradError, match=r"TG-READ-006.*previous_response_id"):
         tg.read(rows, map={"session": "sid"})
     assert len(tg.read(rows[:3], map={"session": "sid"})) == 1
+    monkeypatch.setattr(sessions, "MAX_RECORD_BYTES", 1000)
+    with pytest.raises(tg.TracegradError, match=r"TG-READ-006: <records>:1: the calls of conversation '1' have 3,\d+ "):
+        tg.read(rows, map={"session": "sid"})
 
 
 def test_choices_are_of_no_session_that_is_called_like_them():
@@ -249,7 +251,7 @@ def test_records_of_all_messages_so_far_are_one_conversation():
     texts = [[each["content"] for each in trace.messages] for trace in traces]
     assert texts == [["a", "b", "c", "d"], ["x", "b"], ["y", "b", "c", "d"], ["z", "b", "c"]]
     assert [(len(trace.generations), trace.reward) for trace in traces] == [(2, 0.5), (1, 1.0), (2, None), (1, None)]
-    assert "4 records have only messages that another record has too" in " ".join(stream.lines())
+    assert "4 records are not calls, because another record has all their messages" in " ".join(stream.lines())
 
 
 def test_states_that_differ_in_their_reward_or_tokens_stay_apart():

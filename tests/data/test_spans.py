@@ -60,8 +60,8 @@ def test_every_container_has_the_same_conversations_and_offers_the_same_flags(na
     said = "\n".join(stream.lines())
     assert stream.read_report.bad == 0
     assert "24 records are 8 conversations, whose calls share context.trace_id" in said
-    assert "32 records without a call say" in said
-    assert "8 calls of another model" in said
+    assert "32 records without a call add" in said
+    assert "8 calls are split off their conversation" in said
     main, side = main_and_side(traces)
     assert (len(main), len(side)) == (8, 8)
     assert len({each.id for each in main}) == 8
@@ -114,7 +114,7 @@ def test_log_records_are_calls_and_belong_to_their_spans():
     main, side = main_and_side([trace for part in stream for trace in part])
     assert (len(main), len(side)) == (8, 8)
     assert sum(len(trace.generations) for trace in (*main, *side)) == 24
-    assert "24 calls that a second span records too are left out" in "\n".join(stream.lines())
+    assert "24 calls are left out, because another span records them too" in "\n".join(stream.lines())
     assert sorted(each.reward for each in main) == [0.0] * 4 + [1.0] * 4
     graded = {"gen_ai.evaluation.name": "tone", "gen_ai.evaluation.score.label": "pass"}
     values = [{"key": key, "value": {"stringValue": value}} for key, value in graded.items()]
@@ -199,7 +199,7 @@ def test_a_call_that_is_recorded_twice_counts_once():
     # The inner span counts, one of the spans with one response id, and two samples that only look alike.
     assert trace.generations[0].policy_version == 7
     assert len(trace.generations) == 4
-    assert "3 calls that a second span records too are left out" in "\n".join(stream.lines())
+    assert "3 calls are left out, because another span records them too" in "\n".join(stream.lines())
 
 
 def test_the_calls_of_another_agent_of_the_same_model_stand_apart():
@@ -401,6 +401,9 @@ def test_structured_values_parts_and_options_are_read():
         ("y", '{"a": 1}'),
     ]
     assert trace.tools == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    roles = [{"role": role, "parts": [{"type": "text", "content": role}]} for role in ("human", "model", "user")]
+    named = generation_of(chat("a", [], "4", gen_ai__input__messages=json.dumps(roles)))[0]
+    assert [each["role"] for each in named.messages] == ["user", "assistant", "user", "assistant"]
     assert generation.sampling == {"top_k": 40, "frequency_penalty": 0.5, "logit_bias": {"50": -100}}
     bad = [
         {"key": "gen_ai.output.messages", "value": otlp_value([{"role": "assistant", "parts": [{"type": "video"}]}])}
@@ -537,7 +540,15 @@ def test_evaluations_of_spans_by_their_ids_and_as_columns_are_found(form, tmp_pa
     assert infer_fields.infer(tmp_path).best(["reward"])[0].flags() == ["--map.reward", path]
     stream = tg.stream(tmp_path, map={"reward": path})
     assert [trace.reward for part in stream for trace in part] == [0.0, 1.0, 0.0, 1.0]
-    assert ("1 annotations are of spans that are not" in "\n".join(stream.lines())) == (form != "columns")
+    assert ("1 annotations are left out" in "\n".join(stream.lines())) == (form != "columns")
+
+
+def test_an_annotation_of_a_span_id_that_two_traces_have_is_left_out():
+    rows = [chat("a", [name], "4", trace=name * 32) for name in "12"]
+    result = {"name": "tone", "annotator_kind": "LLM", "span_id": rows[0]["context"]["span_id"], "result": {"score": 1}}
+    stream = tg.stream([*rows, result], map={"reward": "scores.tone"})
+    assert [trace.reward for part in stream for trace in part] == [None, None]
+    assert "1 annotations are left out: none or several of the traces have their span" in "\n".join(stream.lines())
 
 
 def test_openinference_messages_without_the_raw_call_are_read():
@@ -597,6 +608,8 @@ def test_a_spoiled_span_is_at_most_a_bad_record():
     for _ in range(60):
         deep = {"arrayValue": {"values": [deep]}}
     assert span_containers.plain(deep) is not None
+    for start in ("inf", float("inf"), "-inf", "nan", True, 10**400):
+        assert span_containers.spans_of({**span("a"), "start_time": start})[0]["start_time"] == 0
     assert span_calls.convert(span_containers.spans_of(span("a", x=deep))[0])[0] == span_calls.STEP
 
 

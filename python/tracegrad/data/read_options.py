@@ -10,7 +10,7 @@ ON_ERROR = ("raise", "skip", "quarantine")
 MAX_RECORD_BYTES = 1 << 30
 CHUNK_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
-"""Most bytes that can be added to one record, or that one conversation of several records can have."""
+"""Most bytes that can be added to one record, or that the file of one session can have."""
 
 
 @dataclass(frozen=True)

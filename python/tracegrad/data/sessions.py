@@ -18,7 +18,7 @@ from tracegrad.config import FieldMap
 from tracegrad.data import chat, json_path
 from tracegrad.data.batches import as_call
 from tracegrad.data.field_map import BadValueError, append_fields, parse_record
-from tracegrad.data.read_options import MOST_BYTES
+from tracegrad.data.read_options import MAX_RECORD_BYTES, MOST_BYTES
 from tracegrad.data.sources import JsonOrRefusal, Row
 from tracegrad.data.trace import Line, Trace
 from tracegrad.errors import FormatError, TracegradError
@@ -182,6 +182,12 @@ _TOO_LONG = (
 )
 
 
+_TOO_LARGE = (
+    f"A conversation is joined in memory, and has at most {MAX_RECORD_BYTES:,} bytes, as a record",
+    "Name a field with another value for each conversation",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """Index entry of a record: its position in the temporary file, and the values by which it is joined.
@@ -302,6 +308,11 @@ class Sessions:
             sessions.sort(key=lambda group: min(entry.offset for entry in group[1]))
         for key, entries in sessions:
             if not (calls := [entry for entry in entries if not entry.silent]):
+                continue
+            if (size := sum(entry.length for entry in calls)) > MAX_RECORD_BYTES:
+                name = "a conversation" if key is None else f"conversation {key!r:.60}"
+                problem = f"the calls of {name} have {size:,} bytes in all"
+                yield calls[0].place, (calls[0].line, b"", (problem, *_TOO_LARGE))
                 continue
             self.sessions += 1
             side_headers = [entry.header for entry in entries if entry.silent]
@@ -467,7 +478,7 @@ class Sessions:
 
     def lines(self) -> list[str]:
         """Return the counts as lines for a terminal."""
-        relation = "go on one another" if self.field_map.session == "prefix" else f"share {self.by}"
+        relation = "continue one another" if self.field_map.session == "prefix" else f"share {self.by}"
         lines = [
             f"map      session: {self.records:,} records are {self.sessions:,} conversations, whose calls {relation}"
         ]
@@ -478,15 +489,18 @@ class Sessions:
             )
         if self.repeated:
             lines.append(
-                f"         {self.repeated:,} records have only messages that another record has too, and are no calls"
+                f"         {self.repeated:,} records are not calls, because another record has all their messages"
             )
         if self.split_off:
             lines.append(
-                f"         {self.split_off:,} calls of another model, or with other tools, that begin otherwise than "
-                "their conversation stand apart, without a reward"
+                f"         {self.split_off:,} calls are split off their conversation: their model or tools differ, and "
+                "so do their first messages. They have no reward"
             )
         if self.differing_rewards:
-            lines.append(f"         {self.differing_rewards:,} rewards of one conversation differ: its last one counts")
+            lines.append(
+                f"         {self.differing_rewards:,} rewards differ from an earlier one of their conversation: the "
+                "last one counts"
+            )
         return lines
 
 

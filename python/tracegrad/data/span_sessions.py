@@ -38,7 +38,7 @@ class SpanSessions(Sessions):
 
     Args:
         repeated: number of calls left out because another span records them too.
-        unmatched: number of annotations of spans that are not in the inputs.
+        unmatched: number of annotations of spans that are not in the inputs, or that several traces have.
     """
 
     repeated: int = 0
@@ -116,12 +116,16 @@ class SpanSessions(Sessions):
 
     def _add_calls_of_messages(self) -> Iterator[Joined]:
         """Add the calls whose messages are log records of their own. Yield the refusals."""
+        recorded: dict[tuple[str, str], Entry] = {}
+        for entry in (each for spans in self._spans.values() for each in spans if each.length):
+            known = recorded.get((entry.trace, entry.span))
+            if known is None or known.silent:
+                recorded[entry.trace, entry.span] = entry
         for (trace, name), entries in self._messages.items():
-            spans = self._spans.get(trace, [])
-            if any(entry.span == name and not entry.silent for entry in spans):
+            bare = recorded.get((trace, name))
+            if bare and not bare.silent:
                 continue  # The span has its messages too.
             first = min(entries, key=lambda entry: entry.order)
-            bare = next((entry for entry in spans if entry.span == name and entry.length), None)
             context = {"context": {"trace_id": trace, "span_id": name}, "parent_id": None, "start_time": first.order}
             unknown = {"name": "", **context, "attributes": {"gen_ai.operation.name": "chat"}, "status": {}}
             span = json.loads(self._text(bare)) if bare else unknown
@@ -169,12 +173,7 @@ class SpanSessions(Sessions):
     def join(self) -> Iterator[Joined]:
         """Yield every conversation as one record, after the refusals of calls whose messages are not recorded."""
         yield from self._add_calls_of_messages()
-        traces = {name: trace for trace, tree in self._trees.items() for name in tree} if self._annotations else {}
-        for entry in self._annotations:
-            if entry.span in traces:
-                self._spans.setdefault(traces[entry.span], []).append(replace(entry, trace=traces[entry.span]))
-            else:
-                self.unmatched += 1
+        self._add_annotations()
         for trace, entries in sorted(self._spans.items(), key=lambda item: min(entry.order for entry in item[1])):
             calls = self._unique(trace, [entry for entry in entries if not entry.silent])
             named = {entry.span for entry in entries if not entry.silent}
@@ -189,6 +188,20 @@ class SpanSessions(Sessions):
             for entry in (*calls, *silent):
                 self._keyed.setdefault((self._session_of(trace, entry.span), entry.choice), []).append(entry)
         yield from super().join()
+
+    def _add_annotations(self) -> None:
+        """Add the annotations to the traces of their spans, if exactly one trace has a span with this id."""
+        spans = {entry.span for entry in self._annotations}
+        traces: dict[str, set[str]] = {}
+        for trace, tree in self._trees.items():
+            for name in spans & tree.keys():
+                traces.setdefault(name, set()).add(trace)
+        for entry in self._annotations:
+            if len(owners := traces.get(entry.span, set())) == 1:
+                [trace] = owners
+                self._spans.setdefault(trace, []).append(replace(entry, trace=trace))
+            else:
+                self.unmatched += 1
 
     def _chains(self) -> list[list[Entry]]:
         """Join calls that continue one another. The longest conversation of a trace gets the values of its spans."""
@@ -219,12 +232,12 @@ class SpanSessions(Sessions):
         return self._only_sessions[trace]
 
     def _ancestors(self, trace: str, name: str) -> list[str]:
-        tree, names = self._trees[trace], []
+        tree, names = self._trees[trace], dict[str, None]()
         node = tree.get(name)
         while node is not None and node.parent and node.parent not in names and len(names) < _DEEPEST_TREE:
-            names.append(node.parent)
+            names[node.parent] = None
             node = tree.get(node.parent)
-        return names
+        return list(names)
 
     def owner(self, entry: Entry) -> str | None:
         """Return the span of the tool or of the other agent that a call belongs to, None for the outermost agent."""
@@ -267,7 +280,9 @@ class SpanSessions(Sessions):
         """Return the counts as lines for a terminal."""
         lines = super().lines()
         if self.repeated:
-            lines.append(f"         {self.repeated:,} calls that a second span records too are left out")
+            lines.append(f"         {self.repeated:,} calls are left out, because another span records them too")
         if self.unmatched:
-            lines.append(f"         {self.unmatched:,} annotations are of spans that are not in the inputs")
+            lines.append(
+                f"         {self.unmatched:,} annotations are left out: none or several of the traces have their span"
+            )
         return lines

@@ -1,6 +1,7 @@
 """Trace checks, run on each batch: histories of later turns, length, tools, rewards, held-out prompts, choices."""
 
 import hashlib
+import itertools
 import re
 from typing import Any
 
@@ -112,10 +113,12 @@ def consecutive_turns(look: TraceBatch) -> Hits:
     context = look["context"]
     hit = np.zeros(look.generations, bool)
     hit[1:] = (np.diff(look.trace) == 0) & (np.diff(context) == 1) & (look["prompt_ids"][1:] < 0)
-    for generation in np.flatnonzero(hit):
-        trace = look.traces[int(look.trace[generation])]
-        last = trace.pool[trace.generations[int(look.turn[generation])].context[-1]]
-        hit[generation] = chat.role(last) == "assistant"
+    for row, generations in itertools.groupby(np.flatnonzero(hit), key=lambda generation: int(look.trace[generation])):
+        trace = look.traces[row]
+        turns = trace.generations
+        for generation in generations:
+            last = trace.pool[turns[int(look.turn[generation])].context[-1]]
+            hit[generation] = chat.role(last) == "assistant"
     return look.hits(hit)
 
 

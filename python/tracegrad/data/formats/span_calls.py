@@ -437,12 +437,17 @@ def _numbers(attributes: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]
     return value if isinstance(value, list) and value else None
 
 
+_ROLES = {"model": "assistant", "ai": "assistant", "human": "user"}
+"""Names of Google's API and of LangChain."""
+
+
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Return a message of any convention in the form of the chat completions API; results of tools are one each."""
     fields = chat.as_mapping(value).get("message", value)
     if not isinstance(fields, Mapping):
         raise TypeError(f"a message is {json_path.describe_type(fields)}")
     role = str(fields.get("role") or "user")
+    role = _ROLES.get(role, role)
     if isinstance(fields.get("parts"), list):
         return list(_of_parts(role, fields["parts"]))
     message: dict[str, Any] = {"role": role, "content": fields.get("content")}

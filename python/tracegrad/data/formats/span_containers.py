@@ -10,6 +10,7 @@ arize-phoenix-client `spans`, Jaeger's `model/json`, Zipkin's v2 API, the collec
 """
 
 import base64
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -356,7 +357,7 @@ def _start(span: Mapping[str, Any]) -> float:
         number = None if isinstance(value, bool) else json_path.number(value)
         if number is None:
             number = json_path.parse_time(value) if isinstance(value, str) else None
-        if number:
+        if number and math.isfinite(number):
             while number > 1e11:  # Milliseconds, microseconds or nanoseconds.
                 number /= 1000
             return number
