@@ -1,5 +1,6 @@
 """Spans become lines of whole traces: exactly once, whatever is killed, and with all spans that came later."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import pytest
 
 import tracegrad as tg
 from otlp_spans import call, ids, lines, request, span
-from tracegrad.errors import ArgumentError, FormatError, TracegradError
+from tracegrad.errors import ArgumentError, FormatError, ReadError, TracegradError
 from tracegrad.receive import folder as folders
 from tracegrad.receive.folder import FolderFull, FolderLimits, Span, TraceFolder, split
 from tracegrad.storage import files
@@ -80,10 +81,38 @@ def test_a_line_that_the_user_took_away_is_not_looked_for(tmp_path):
         (out / "traces-00001.jsonl").unlink()
         folder.add(spans(span(2, 2, parent=1)))
         folder.write_whole(0, 0)
-    assert ids(out) == {(f"{2:032x}", f"{2:016x}"): 1}
+        assert ids(out) == {(f"{2:032x}", f"{2:016x}"): 1}
+        (out / "traces-00001.jsonl").write_text("a last line without its end")
+        folder.add(spans(span(3, 1)))
+        folder.write_whole(0, 0)
+    assert [line[:9] for line in (out / "traces-00001.jsonl").read_text().splitlines()] == ["a last li", '{"resourc']
 
 
-@pytest.mark.parametrize("place", ["draft", "commit", "replace"])
+def test_a_write_that_failed_is_repeated_and_counted_once(tmp_path, monkeypatch):
+    out = tmp_path / "o"
+    with TraceFolder(out) as folder:
+        folder.add(spans(span(1, 1), span(2, 1)))
+        folder.write_whole(0, 0)
+        folder.add(spans(span(1, 2, parent=1), span(1, 1)))
+        for place, error in (
+            ((files, "create"), OSError(errno.ENOSPC, "No space left")),
+            ((folder, "_transaction"), sqlite3.OperationalError("disk I/O error")),
+            ((folder, "_place"), sqlite3.OperationalError("disk I/O error")),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(*place, lambda *_, error=error: (_ for _ in ()).throw(error))
+                with pytest.raises(TracegradError, match=r"TG-RECEIVE-004: .*(No space left|disk I/O error)"):
+                    folder.write_whole(0, 0)
+        assert folder.write_whole(0, 0) == 1
+        assert folder.counts == {"spans": 3, "traces": 2, "late": 1, "duplicates": 1}
+        content = (out / "traces-00001.jsonl").read_text()
+        (out / "traces-00001.jsonl").write_text(content.replace('{"resourceSpans', "!" * 15))
+        folder.add(spans(span(2, 2)))
+        with pytest.raises(TracegradError, match="TG-RECEIVE-004"):  # a damaged line is left as it is
+            folder.write_whole(0, 0)
+
+
+@pytest.mark.parametrize("place", ["draft", "names", "commit", "replace"])
 def test_a_crash_anywhere_in_a_write_loses_and_doubles_nothing(tmp_path, monkeypatch, place):
     out = tmp_path / "o"
     with TraceFolder(out, FolderLimits(file_bytes=1)) as folder:
@@ -99,6 +128,8 @@ def test_a_crash_anywhere_in_a_write_loses_and_doubles_nothing(tmp_path, monkeyp
         with monkeypatch.context() as patch:
             if place == "draft":
                 patch.setattr(os, "fsync", crash)
+            elif place == "names":
+                patch.setattr(folders, "flush", crash)
             elif place == "replace":
                 patch.setattr(files, "replace", crash)
             else:
@@ -153,12 +184,13 @@ def test_bounds(tmp_path, monkeypatch):
         assert folder.add(spans(span(2, 2))) == 0
         assert folder.add(spans(span(2, 3))) == 1
         folder.write_whole(0, 0)
+        assert folder.add(spans(span(2, 3), span(3, 1))) == 1  # written spans count
+    shutil.rmtree(tmp_path / "o")
     with TraceFolder(tmp_path / "o") as folder:
         folder._database.execute("PRAGMA max_page_count = 1")
         with pytest.raises(FolderFull) as error:
             folder.add([Span("4" * 32, "4" * 16, True, b"[{}, {}, {}]" + b" " * 1_000_000)])
         assert ("could not be written to disk" in str(error.value), folder.open_traces) == (True, 0)
-    assert len(ids(tmp_path / "o")) == 2
 
 
 def test_folders_of_others_and_of_other_versions_are_refused(tmp_path):
@@ -170,6 +202,24 @@ def test_folders_of_others_and_of_other_versions_are_refused(tmp_path):
     (out / "traces-00001.jsonl").unlink()
     with TraceFolder(out), pytest.raises(ArgumentError, match="TG-STORE-011"), TraceFolder(out):
         pass
+    (tmp_path / "target").write_text("mine")
+    for ending in ("-wal", "-shm", "-journal"):  # SQLite would write through a link
+        link = out / folders.HIDDEN / f"spans.sqlite{ending}"
+        link.symlink_to(tmp_path / "target")
+        with pytest.raises(ReadError, match="TG-STORE-004"), TraceFolder(out):
+            pass
+        link.unlink()
+    (out / folders.HIDDEN).rename(tmp_path / "hidden")
+    (out / folders.HIDDEN).symlink_to(tmp_path / "hidden")
+    with pytest.raises(TracegradError, match=r"TG-RECEIVE-001: .*a symbolic link"), TraceFolder(out):
+        pass
+    (out / folders.HIDDEN).unlink()
+    (tmp_path / "hidden").rename(out / folders.HIDDEN)
+    with TraceFolder(out) as folder:
+        folder.claim("receive")
+        folder.claim("receive")
+        with pytest.raises(ArgumentError, match=r"TG-RECEIVE-011: .*written by tracegrad receive"):
+            folder.claim("pull")
     database = sqlite3.connect(out / folders.HIDDEN / "spans.sqlite")
     database.execute("PRAGMA user_version = 9")
     database.close()

@@ -10,6 +10,7 @@ before or after a change. If more spans of a written trace arrive, a new line at
 and blanks replace the old line, so that the other lines keep their places.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -68,7 +69,8 @@ class FolderLimits:
 
     Args:
         open_traces, open_bytes: most open traces, and bytes of their spans.
-        trace_bytes: most bytes of the spans of one trace; `tracegrad.read` reads records of at most 1 GiB.
+        trace_bytes: most bytes of the spans of one trace, written ones included; `tracegrad.read` reads records of at
+            most 1 GiB.
         file_bytes: size after which a new file of traces is started. Each write copies the newest file.
         free_bytes: free disk space below which no span is stored.
     """
@@ -115,8 +117,8 @@ def join(spans: Iterable[Sequence[Any]]) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value as JSON on one line."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    """Encode a value as JSON on one line. A lone surrogate becomes JSON's escape for it."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
 
 
 def _without(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -154,19 +156,26 @@ class TraceFolder:
                 self.out.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(manifest.lock(self.out, _MARK))
                 hidden.mkdir(mode=0o700, exist_ok=True)
-                files.check(hidden / _DATABASE)
+                if hidden.is_symlink():
+                    raise OSError(errno.ELOOP, "it is a symbolic link", os.fspath(hidden))
+                for ending in ("", "-wal", "-shm", "-journal"):
+                    files.check(hidden / f"{_DATABASE}{ending}")
                 self._connect(hidden / _DATABASE, stack)
-            except OSError as error:
+                flush(hidden)
+                flush(self.out)
+                self._complete_drafts()
+                self._load_open()
+            except (OSError, sqlite3.OperationalError) as error:
+                path, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
                 raise TracegradError(
-                    f"TG-RECEIVE-001: {error.filename or self.out}: {error.strerror}. Traces cannot be stored there. "
-                    "Choose another folder with --out."
+                    f"TG-RECEIVE-001: {path or self.out}: {reason or error}. Traces cannot be stored there. Choose "
+                    "another folder with --out."
                 ) from error
-            self._complete_drafts()
-            now = time.monotonic()
-            rows = "SELECT trace, max(root), sum(length(data)) FROM span GROUP BY trace"
-            for trace, root, size in self._database.execute(rows):
-                self._open[trace] = _Open(now, bool(root), size)
-                self._size += size
+            except sqlite3.Error as error:
+                raise FormatError(
+                    f"TG-RECEIVE-003: {hidden / _DATABASE}: cannot be used ({error}), so it is unknown which traces "
+                    "are written. Move the files of traces to another folder, and choose a new one with --out."
+                ) from error
             self._stack = stack.pop_all()
         return self
 
@@ -188,24 +197,25 @@ class TraceFolder:
             )
 
     def _connect(self, path: Path, stack: ExitStack) -> None:
-        try:
-            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            stack.callback(self._database.close)
-            for setting in ("journal_mode = WAL", "synchronous = FULL", f"journal_size_limit = {64 << 20}"):
-                self._database.execute(f"PRAGMA {setting}")
-            version = self._database.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:
-                with self._transaction():
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
-                        self._database.execute(statement)
-                    self._database.execute(f"PRAGMA user_version = {_FORMAT}")
-            elif version != _FORMAT:
-                raise sqlite3.DatabaseError(f"version {version}, this tracegrad knows {_FORMAT}")
-        except sqlite3.Error as error:
-            raise FormatError(
-                f"TG-RECEIVE-003: {path}: cannot be used ({error}), so it is unknown which traces are written. "
-                "Move the files of traces to another folder, and choose a new one with --out."
-            ) from error
+        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        stack.callback(self._database.close)
+        for setting in ("journal_mode = WAL", "synchronous = FULL", f"journal_size_limit = {64 << 20}"):
+            self._database.execute(f"PRAGMA {setting}")
+        version = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            with self._transaction():
+                for statement in filter(str.strip, _SCHEMA.split(";")):
+                    self._database.execute(statement)
+                self._database.execute(f"PRAGMA user_version = {_FORMAT}")
+        elif version != _FORMAT:
+            raise sqlite3.DatabaseError(f"version {version}, this tracegrad knows {_FORMAT}")
+
+    def _load_open(self) -> None:
+        now = time.monotonic()
+        rows = "SELECT trace, max(root), sum(length(data)) FROM span GROUP BY trace"
+        for trace, root, size in self._database.execute(rows):
+            self._open[trace] = _Open(now, bool(root), size)
+            self._size += size
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -231,11 +241,11 @@ class TraceFolder:
         sizes: Counter[str] = Counter()
         for span in spans:
             sizes[span.trace] += len(span.data)
-        refused = {trace for trace, size in sizes.items() if self._bytes_of(trace) + size > self.limits.trace_bytes}
-        kept = [span for span in spans if span.trace not in refused]
-        self._check_space(sizes.keys() - refused - self._open.keys(), sum(len(span.data) for span in kept))
         now, stored = time.monotonic(), []
         try:
+            refused = {trace for trace, size in sizes.items() if self._bytes_of(trace) + size > self.limits.trace_bytes}
+            kept = [span for span in spans if span.trace not in refused]
+            self._check_space(sizes.keys() - refused - self._open.keys(), sum(len(span.data) for span in kept))
             with self._transaction():
                 for span in kept:
                     row = self._database.execute("INSERT OR IGNORE INTO span VALUES (?, ?, ?, ?)", span)
@@ -251,7 +261,8 @@ class TraceFolder:
         return len(spans) - len(kept)
 
     def _bytes_of(self, trace: str) -> int:
-        return self._open[trace].size if trace in self._open else 0
+        line = self._database.execute("SELECT length FROM line WHERE trace = ?", (trace,)).fetchone()
+        return (line[0] if line else 0) + (self._open[trace].size if trace in self._open else 0)
 
     def _check_space(self, new_traces: set[str], size: int) -> None:
         limits = self.limits
@@ -294,26 +305,27 @@ class TraceFolder:
         return written
 
     def _write_open(self, traces: Sequence[str]) -> int:
-        rows = "SELECT data FROM span WHERE trace = ? ORDER BY rowid"
-        spans = {trace: [json.loads(data) for (data,) in self._database.execute(rows, (trace,))] for trace in traces}
+        counts: Counter[str] = Counter()
 
         def line(trace: str, earlier: bytes | None) -> bytes | None:
+            rows = self._database.execute("SELECT data FROM span WHERE trace = ? ORDER BY rowid", (trace,))
+            spans = [json.loads(data) for (data,) in rows]
             known = [] if earlier is None else list(split(json.loads(earlier)))
             ids = {span["spanId"] for _, _, span in known}
-            new = [entry for entry in spans[trace] if entry[2]["spanId"] not in ids]
-            self.counts["late"] += bool(known and new)
-            self.counts["duplicates"] += len(spans[trace]) - len(new)
-            self.counts["spans"] -= len(spans[trace]) - len(new)
+            new = [entry for entry in spans if entry[2]["spanId"] not in ids]
+            counts["late"] += bool(known and new)
+            counts["traces"] += bool(new and not known)
+            counts["duplicates"] += len(spans) - len(new)
+            counts["spans"] -= len(spans) - len(new)
             return join([*known, *new]) if new else None
 
         def delete() -> None:
             self._database.executemany("DELETE FROM span WHERE trace = ?", ((trace,) for trace in traces))
 
-        before = self.counts["late"]
         written = self.write_lines(traces, line, delete)
         for trace in traces:
             self._size -= self._open.pop(trace).size
-        self.counts["traces"] += written - (self.counts["late"] - before)
+        self.counts.update(counts)
         return written
 
     def write_lines(
@@ -336,22 +348,23 @@ class TraceFolder:
         Raises:
             TracegradError: if they cannot be written. Lines of earlier files may be.
         """
-        self._complete_drafts()
-        places = {trace: self._place(trace) for trace in traces}
-        newest = self._database.execute("SELECT max(number) FROM file").fetchone()[0] or 1
-        if self._file_size(newest) > self.limits.file_bytes:
-            newest += 1
-        numbers: dict[int, list[str]] = {}
-        for trace, place in places.items():
-            numbers.setdefault(newest if place is None else place[0], []).append(trace)
-        if not numbers:
-            with self._transaction():
-                with_last()
-        written = 0
-        for count, (number, names) in enumerate(sorted(numbers.items()), 1):
-            is_last = count == len(numbers)
-            written += self._write_file(number, names, places, line, with_last if is_last else lambda: None)
-        return written
+        with _write_errors(self.out):
+            self._complete_drafts()
+            places = {trace: self._place(trace) for trace in traces}
+            newest = self._database.execute("SELECT max(number) FROM file").fetchone()[0] or 1
+            if self._file_size(newest) > self.limits.file_bytes:
+                newest += 1
+            numbers: dict[int, list[str]] = {}
+            for trace, place in places.items():
+                numbers.setdefault(newest if place is None else place[0], []).append(trace)
+            if not numbers:
+                with self._transaction():
+                    with_last()
+            written = 0
+            for count, (number, names) in enumerate(sorted(numbers.items()), 1):
+                is_last = count == len(numbers)
+                written += self._write_file(number, names, places, line, with_last if is_last else lambda: None)
+            return written
 
     def _write_file(
         self,
@@ -362,26 +375,29 @@ class TraceFolder:
         with_commit: Callable[[], None],
     ) -> int:
         path = self._path(number)
-        files.check(path)
-        content = bytearray(path.read_bytes() if path.exists() else b"")
-        lines: list[tuple[str, int, int, int]] = []
-        for trace in traces:
-            place = places[trace]
-            start, length = (0, 0) if place is None else place[1:]
-            new = line(trace, bytes(content[start : start + length]) if place else None)
-            if new is None:
-                continue
-            content[start : start + length] = b" " * length
-            lines.append((trace, number, len(content), len(new)))
-            content += new + b"\n"
-        version = self._version(number) + bool(lines)
-        draft = self.out / HIDDEN / f"{path.name}.{version}"
-        try:
+        with _write_errors(path):
+            files.check(path)
+            content = bytearray(path.read_bytes() if path.exists() else b"")
+            if content and not content.endswith(b"\n"):  # somebody edited it
+                content += b"\n"
+            lines: list[tuple[str, int, int, int]] = []
+            for trace in traces:
+                place = places[trace]
+                start, length = (0, 0) if place is None else place[1:]
+                new = line(trace, bytes(content[start : start + length]) if place else None)
+                if new is None:
+                    continue
+                content[start : start + length] = b" " * length
+                lines.append((trace, number, len(content), len(new)))
+                content += new + b"\n"
+            version = self._version(number) + bool(lines)
+            draft = self.out / HIDDEN / f"{path.name}.{version}"
             if lines:
                 with files.create(draft) as file:
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
+                flush(draft.parent)
             with self._transaction():
                 self._database.executemany("INSERT OR REPLACE INTO line VALUES (?, ?, ?, ?)", lines)
                 self._database.execute("INSERT OR REPLACE INTO file VALUES (?, ?)", (number, version))
@@ -389,13 +405,26 @@ class TraceFolder:
             if lines:
                 files.replace(draft, path)
                 flush(self.out)
-        except (OSError, sqlite3.Error) as error:
-            raise self._write_error(path, error) from error
         return len(lines)
 
     def has_line(self, trace: str) -> bool:
         """Return whether the folder has the line of a trace."""
         return self._place(trace) is not None
+
+    def claim(self, verb: str) -> None:
+        """Mark the folder as one that `receive` or `pull` writes.
+
+        Raises:
+            ArgumentError: if the other one has written there.
+        """
+        writer = self.property_value("writer") or verb
+        if writer != verb:
+            raise ArgumentError(
+                f"TG-RECEIVE-011: {self.out} was written by tracegrad {writer}. A pulled trace would replace the spans "
+                "that were received of it. Choose another folder with --out."
+            )
+        with self._transaction():
+            self.set_properties({"writer": verb})
 
     def property_value(self, name: str) -> str | None:
         """Return a value that `set_properties` stored, None if there is none."""
@@ -408,16 +437,15 @@ class TraceFolder:
 
     def _complete_drafts(self) -> None:
         """Move drafts that were committed to their places, and delete the others."""
-        try:
+        with _write_errors(self.out / HIDDEN):
             for draft in (self.out / HIDDEN).glob("traces-*.jsonl.*"):
                 name, _, version = draft.name.rpartition(".")
                 number = int(name.removeprefix("traces-").removesuffix(".jsonl"))
                 if int(version) == self._version(number):
                     files.replace(draft, self.out / name)
+                    flush(self.out)
                 else:
                     draft.unlink()
-        except (OSError, ValueError) as error:
-            raise self._write_error(self.out / HIDDEN, error) from error
 
     def _place(self, trace: str) -> tuple[int, int, int] | None:
         """Return the file, start and length of the line of a trace; None if the folder does not have it (any more)."""
@@ -443,10 +471,17 @@ class TraceFolder:
         row = self._database.execute("SELECT version FROM file WHERE number = ?", (number,)).fetchone()
         return row[0] if row else 0
 
-    @staticmethod
-    def _write_error(path: Path, error: Exception) -> TracegradError:
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the disk, of the database and of damaged files of traces."""
+    try:
+        yield
+    except TracegradError:
+        raise
+    except (OSError, sqlite3.Error, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        return TracegradError(
+        raise TracegradError(
             f"TG-RECEIVE-004: {path}: {reason}. Traces could not be written; their spans are kept in {HIDDEN}. Free "
             "disk space, or start again with the same --out."
-        )
+        ) from error
