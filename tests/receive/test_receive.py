@@ -171,8 +171,15 @@ def test_bad_requests_are_answered_with_a_status_and_change_nothing(tmp_path):
         assert post(traces, bomb * 2, content_encoding="gzip")[0] == 413
         halves = gzip.compress(body[:99]) + gzip.compress(body[99:])  # two members are one file
         assert post(traces, halves, content_encoding="gzip")[0] == 200
+        empty = gzip.compress(b"")  # each member would copy the later ones
+        assert post(traces, gzip.compress(body) + empty * 63, content_encoding="gzip")[0] == 200
+        assert post(traces, gzip.compress(body) + empty * 64, content_encoding="gzip")[0] == 400
         assert post(traces, body, "text/plain")[0] == 415  # what a page in a browser can send
+        status, _, answer = post(traces, body, Origin="http://name.example")  # or of a name that now is 127.0.0.1
+        assert (status, json.loads(answer)["code"]) == (403, 7)
         assert post(f"{url}/v1/profiles", body)[0] == 404
+        many = request(*(span(n, 1) for n in range(1, 21)), service="x" * 170_000)  # each span has its resource
+        assert post(traces, many)[0] == 400
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(traces, timeout=60)
         assert error.value.code == 405
@@ -210,7 +217,7 @@ def test_what_cannot_be_stored_now_is_to_be_sent_again(tmp_path, monkeypatch):
         assert (status := post(f"{url}/v1/traces", request(span(1, 1))))[0] == 503
         assert status[1]["retry-after"] == "1"
     assert ids(tmp_path / "o") == {}
-    monkeypatch.setattr(otlp, "spans_of", lambda _: 1 / 0)
+    monkeypatch.setattr(otlp, "spans_of", lambda *_: 1 / 0)
     with receiving(tmp_path / "o") as (url, said):
         status, headers, _ = post(f"{url}/v1/traces", request(span(1, 1)))
         assert (status, headers["retry-after"], "ZeroDivisionError" in said[-1]) == (503, "30", True)
@@ -223,7 +230,8 @@ def test_a_token_is_required_where_it_is_set_and_for_other_machines(tmp_path, ca
         for sent in ({}, {"Authorization": "Bearer another"}):
             status, _, answer = post(url, request(span(1, 1)), **sent)
             assert (status, json.loads(answer)["code"]) == (401, 16)
-        assert post(url, request(span(2, 1)), Authorization="Bearer a token of the agents")[0] == 200
+        token = {"Authorization": "Bearer a token of the agents", "Origin": "http://a.example"}
+        assert post(url, request(span(2, 1)), **token)[0] == 200
         code, _, err = receiver.stop(signal.SIGTERM)
         assert (code, "a token of" in err) == (0, False)
     assert list(lines(tmp_path / "o")) == [f"{2:032x}"]
@@ -253,13 +261,20 @@ def test_a_port_or_folder_that_is_in_use_is_refused(tmp_path, capsys):
 
 def test_traces_are_written_while_it_runs_and_what_is_open_at_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "CHECK_S", 0.05)
-    with receiving(tmp_path / "o", quiet_s=0.0, idle_s=0.2) as (url, _):
+    with receiving(tmp_path / "o", quiet_s=0.0, idle_s=0.2) as (url, said):
         post(f"{url}/v1/traces", request(span(1, 2, parent=1)))
         post(f"{url}/v1/traces", request(span(2, 1)))
         end = time.monotonic() + 60
         while len(lines(tmp_path / "o")) < 2 and time.monotonic() < end:
             time.sleep(0.02)
         assert len(lines(tmp_path / "o")) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(TraceFolder, "write_whole", lambda *_: 1 / 0)
+            for number in range(101):
+                assert post(f"{url}/v1/traces", {}, f"text/{number}")[0] == 415
+            while not any("writing failed: ZeroDivisionError" in line for line in said):
+                assert time.monotonic() < end
+                time.sleep(0.02)
         post(f"{url}/v1/traces", request(span(3, 2, parent=1)))
         (tmp_path / "o" / "traces-00001.jsonl").rename(tmp_path / "kept")
         (tmp_path / "o" / "traces-00001.jsonl").mkdir()  # nothing can be written; spans are stored on

@@ -34,6 +34,7 @@ REQUESTS: Mapping[str, tuple[type[Message], type[Message], str]] = {
     "/v1/metrics": (ExportMetricsServiceRequest, ExportMetricsServiceResponse, "rejected_data_points"),
 }
 """Request, response, and the field of the response that counts what was rejected, by path."""
+_MEMBERS = 64
 _HEX_IDS = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
 
@@ -52,7 +53,7 @@ def decompress(body: bytes, encoding: str, most: int) -> bytes:
         At most `most + 1` bytes.
 
     Raises:
-        BadRequest: for another encoding than gzip, or broken data.
+        BadRequest: for another encoding than gzip, broken data, or more than 64 gzip members.
     """
     if encoding in ("", "identity"):
         return body
@@ -60,15 +61,17 @@ def decompress(body: bytes, encoding: str, most: int) -> bytes:
         raise BadRequest(f"content-encoding {encoding[:40]!r} is not supported; send gzip, or none")
     result = bytearray()
     try:
-        while body and len(result) <= most:  # a gzip file may have several members
+        for _ in range(_MEMBERS):  # `unused_data` copies all later members
             stream = zlib.decompressobj(wbits=31)
             result += stream.decompress(body, most + 1 - len(result))
             if not stream.eof and len(result) <= most:
                 raise BadRequest("the gzip data is incomplete")
             body = stream.unused_data
+            if not body or len(result) > most:
+                return bytes(result)
     except zlib.error as error:
         raise BadRequest(f"the body is not gzip data: {error}") from None
-    return bytes(result)
+    raise BadRequest(f"the gzip data has more than {_MEMBERS} members")
 
 
 def decode(path: str, body: bytes, kind: str) -> Any:
@@ -108,10 +111,17 @@ def _to_base64(entry: dict[str, Any]) -> None:
             entry[name] = base64.b64encode(bytes.fromhex(value)).decode()
 
 
-def spans_of(request: ExportTraceServiceRequest) -> tuple[list[Span], str | None, int]:
-    """Return the spans of a request, the problem of a rejected one, and the number of those."""
+def spans_of(request: ExportTraceServiceRequest, most: int) -> tuple[list[Span], str | None, int]:
+    """Return the spans of a request, the problem of a rejected one, and the number of those.
+
+    Args:
+        most: maximum sum of the bytes of the spans. Each has its resource, which a request has once for many spans.
+
+    Raises:
+        BadRequest: if they have more.
+    """
     spans: list[Span] = []
-    rejected, problem = 0, None
+    rejected, problem, size = 0, None, 0
     for resource in request.resource_spans:
         resource_json = _plain(ResourceSpans(resource=resource.resource, schema_url=resource.schema_url), "resource")
         for scope in resource.scope_spans:
@@ -121,6 +131,8 @@ def spans_of(request: ExportTraceServiceRequest) -> tuple[list[Span], str | None
                     rejected, problem = rejected + 1, wrong
                     continue
                 data = encode([resource_json, scope_json, _span_json(span)])
+                if (size := size + len(data)) > most:
+                    raise BadRequest(f"the spans with their resources have more than {most} bytes as JSON")
                 spans.append(Span(span.trace_id.hex(), span.span_id.hex(), not any(span.parent_span_id), data))
     return spans, problem, rejected
 

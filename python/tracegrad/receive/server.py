@@ -18,7 +18,9 @@ from tracegrad.receive.folder import FolderFull, TraceFolder
 
 CHECK_S = 0.5
 """Seconds between two searches for whole traces."""
-_GRPC = {400: 3, 401: 16, 404: 5, 405: 12, 408: 4, 413: 8, 415: 3, 429: 8, 503: 14}
+_GROWTH = 8
+"""How many times its bytes the spans of a request may have as JSON, in which each has its resource."""
+_GRPC = {400: 3, 401: 16, 403: 7, 404: 5, 405: 12, 408: 4, 413: 8, 415: 3, 429: 8, 503: 14}
 """Codes of gRPC in the body of an answer, by HTTP status."""
 
 
@@ -84,6 +86,7 @@ class Receiver:
         requests: int = 16,
         log: Callable[[str], None] = print,
     ) -> None:
+        folder.claim("receive")
         self._folder, self._key = folder, key
         self._quiet_s, self._idle_s = quiet_s, idle_s
         self._request_bytes, self._decompressed_bytes, self._max_requests = request_bytes, decompressed_bytes, requests
@@ -118,11 +121,13 @@ class Receiver:
             await asyncio.sleep(CHECK_S)
             try:
                 await self._in_thread(self._folder.write_whole, self._quiet_s, self._idle_s)
-            except TracegradError as error:  # The spans are kept, and the next round tries again.
-                self._log_once(str(error))
+            except Exception as error:  # The spans are kept, and the next round tries again.
+                known = isinstance(error, TracegradError)
+                self._log_once(str(error) if known else f"writing failed: {type(error).__name__}: {error}", most=1000)
 
-    def _log_once(self, line: str) -> None:
-        if line not in self._logged and len(self._logged) < 100:
+    def _log_once(self, line: str, most: int = 100) -> None:
+        """Log a line that was not logged before. Clients cause at most 100 lines, so that others are still logged."""
+        if line not in self._logged and len(self._logged) < most:
             self._logged.add(line)
             self._log(f"note     {line}")
 
@@ -154,6 +159,8 @@ class Receiver:
     async def _answer(self, scope: Any, headers: Mapping[bytes, str], kind: str, receive: Any) -> bytes:
         if self._key is not None and not has_key(headers, self._key):
             raise Refusal(401, "no token, or a wrong one; send Authorization: Bearer TOKEN")
+        if self._key is None and b"origin" in headers:  # A page can reach loopback by a name that changed its address.
+            raise Refusal(403, "a page in a browser cannot send spans to a receiver without a token")
         path = scope["path"]
         if path not in otlp.REQUESTS:
             raise Refusal(404, f"{path} is not served here; there are {', '.join(otlp.REQUESTS)}")
@@ -177,15 +184,17 @@ class Receiver:
             body = otlp.decompress(body, encoding, self._decompressed_bytes)
             if len(body) > self._decompressed_bytes:
                 raise Refusal(413, f"the decompressed request has more than {self._decompressed_bytes} bytes")
-            request = otlp.decode(path, body, kind)
+            return self._store_request(path, otlp.decode(path, body, kind), kind)
         except otlp.BadRequest as error:
             raise Refusal(400, str(error)) from None
+
+    def _store_request(self, path: str, request: Any, kind: str) -> bytes:
         if path != "/v1/traces":
             problem = f"tracegrad stores spans alone; nothing of {path} is stored"
             if count := otlp.count_items(path, request):
                 self._log_once(f"{problem}. If messages are sent there, let the agent write them into its spans.")
             return otlp.success(path, kind, count, problem)
-        spans, problem, rejected = otlp.spans_of(request)
+        spans, problem, rejected = otlp.spans_of(request, _GROWTH * self._decompressed_bytes)
         if too_large := self._folder.add(spans):
             problem = f"the spans of a trace have more than {self._folder.limits.trace_bytes:,} bytes"
         if problem is not None:
