@@ -1,13 +1,17 @@
 """`tracegrad pull`: only what is new or changed, and what changed replaces what was there; against the real servers."""
 
+import base64
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 from urllib.error import URLError
 
 import pytest
@@ -18,7 +22,7 @@ from stand_in import free_port
 from tracegrad.errors import ServerError
 from tracegrad.receive import folder as folders
 from tracegrad.receive.folder import TraceFolder, encode
-from tracegrad.receive.pull import PulledTrace, fingerprint_of, pull
+from tracegrad.receive.pull import PulledTrace, fingerprint_of, open_store, pull
 
 SEED = Path(__file__).parents[1] / "helpers" / "trace_stores.py"
 
@@ -53,8 +57,9 @@ def told(out):
     return values
 
 
-def counts(new=0, changed=0, unchanged=0, unfinished=0):
-    return {"new": new, "changed": changed, "unchanged": unchanged, "unfinished": unfinished}
+def counts(new=0, changed=0, unchanged=0, unfinished=0, unreadable=0):
+    names = ("new", "changed", "unchanged", "unfinished", "unreadable")
+    return dict(zip(names, (new, changed, unchanged, unfinished, unreadable), strict=True))
 
 
 def test_only_new_and_changed_traces_are_pulled_and_replace_what_was_there(tmp_path, monkeypatch):
@@ -93,6 +98,59 @@ def test_a_store_that_fails_leaves_what_was_written(tmp_path, monkeypatch):
         store.gone = None
         assert pull(store, folder) == counts(new=3, unchanged=2)
     assert told(tmp_path / "o") == store.values
+
+
+class MlflowException(Exception):
+    def __init__(self, code):
+        super().__init__(code)
+        self.error_code = code
+
+
+class Values(dict):
+    """A value of MLflow's client."""
+
+    token = None
+
+    def to_dict(self):
+        return self
+
+
+class MlflowClient:
+    """The calls of MLflow's client that are used, with one page of traces."""
+
+    errors: ClassVar = {2: "BAD_REQUEST", 3: "NOT_FOUND"}
+
+    def __init__(self, tracking_uri):
+        pass
+
+    def get_experiment_by_name(self, name):
+        return SimpleNamespace(experiment_id="1")
+
+    def search_traces(self, **_):
+        page = [{"trace_id": f"tr-{number:032x}", "state": "OK", "assessments": []} for number in range(1, 6)]
+        return type("Page", (list,), {"token": None})(SimpleNamespace(info=Values(info)) for info in page)
+
+    def get_trace(self, name):
+        number = int(name.removeprefix("tr-"), 16)
+        if number in self.errors:
+            raise MlflowException(self.errors[number])
+        trace, identity = (base64.b64encode(number.to_bytes(size, "big")).decode() for size in (16, 8))
+        made = {"trace_id": trace, "span_id": identity, "name": "a", "start_time_unix_nano": 1, "end_time_unix_nano": 2}
+        return Values(data={"spans": [{**made, "attributes": {"told": "\ud800"}}]})
+
+
+def test_traces_that_mlflow_cannot_load_are_counted_and_the_others_pulled(tmp_path, monkeypatch):
+    for name in ("MLFLOW_DISABLE_TELEMETRY", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=MlflowClient))
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=MlflowException))
+    store = open_store("mlflow", "http://127.0.0.1:1", "shop", None)
+    with TraceFolder(tmp_path / "o") as folder:
+        assert pull(store, folder) == counts(new=3, unreadable=2)
+        assert told(tmp_path / "o") == dict.fromkeys(("t1", "t4", "t5"), "\ud800")
+        MlflowClient.errors[3] = "INTERNAL_ERROR"
+        with pytest.raises(ServerError, match=r"TG-RECEIVE-009: .*INTERNAL_ERROR"):
+            pull(store, folder)
 
 
 # --- real servers, from PyPI ---

@@ -5,6 +5,7 @@
 
 import argparse
 import asyncio
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -97,7 +98,8 @@ def _pull(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
         return 0
     print_lines(
         f"pulled   {counts['new']:,} new and {counts['changed']:,} changed traces into {options.out}; "
-        f"{counts['unchanged']:,} are unchanged, {counts['unfinished']:,} have not ended",
+        f"{counts['unchanged']:,} are unchanged, {counts['unfinished']:,} have not ended, {counts['unreadable']:,} "
+        "have no valid spans on the server",
         *((f"next     tracegrad doctor {options.out} --model DIR",) if sum(counts.values()) else ()),
     )
     return 0
@@ -146,7 +148,8 @@ async def _serve(options: argparse.Namespace) -> int:
                 print_json({"url": receiver.url, "out": str(options.out), "open": count}, line=True)
             log(f"receive  OTLP over HTTP, into {options.out}", f"export OTEL_EXPORTER_OTLP_ENDPOINT={receiver.url}")
             if key is not None:
-                log(f'export OTEL_EXPORTER_OTLP_HEADERS="authorization=Bearer%20$(cat {options.key_file})"')
+                file = shlex.quote(str(options.key_file))
+                log(f'export OTEL_EXPORTER_OTLP_HEADERS="authorization=Bearer%20$(cat {file})"')
             await _print_progress(folder.counts, stopped, log)
         finally:
             await receiver.__aexit__()

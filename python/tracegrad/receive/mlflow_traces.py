@@ -24,6 +24,8 @@ from tracegrad.receive.pull import (
 PAGE = 100
 _REPEATED = ("mlflow.traceInputs", "mlflow.traceOutputs", "mlflow.trace.sizeStats")
 """Metadata of a trace that repeat its root span, or are of no use without the server."""
+_UNREADABLE = ("BAD_REQUEST", "NOT_FOUND", "RESOURCE_DOES_NOT_EXIST")
+"""Codes of errors for one trace: the server has no spans of it, has damaged ones, or it was deleted meanwhile."""
 _STATUS = {"STATUS_CODE_OK": 1, "STATUS_CODE_ERROR": 2}
 
 
@@ -46,7 +48,9 @@ class MlflowTraces:
         if key is not None:
             os.environ["MLFLOW_TRACKING_TOKEN"] = key
         from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
 
+        self._error = MlflowException
         self.name = f"mlflow {redact(url)} {project}"
         self._client = MlflowClient(tracking_uri=url)
         experiment = self._client.get_experiment_by_name(project)
@@ -73,7 +77,13 @@ class MlflowTraces:
                 elif is_known(info["trace_id"].removeprefix("tr-"), fingerprint):
                     counts["unchanged"] += 1
                 else:
-                    spans = self._client.get_trace(info["trace_id"]).to_dict()["data"]["spans"]
+                    try:
+                        spans = self._client.get_trace(info["trace_id"]).to_dict()["data"]["spans"]
+                    except self._error as error:
+                        if error.error_code not in _UNREADABLE:
+                            raise
+                        counts["unreadable"] += 1
+                        continue
                     if spans:
                         yield _pulled(info, spans, fingerprint)
                     else:

@@ -20,7 +20,7 @@ from tracegrad.receive.pull import (
     unknown_project,
 )
 
-PAGE = 200
+PAGE, TIMEOUT_S = 200, 60
 _IDS_PER_REQUEST, _MOST_SPANS = 50, 1_000_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _STATUS = {"OK": 1, "ERROR": 2}
@@ -44,12 +44,12 @@ class PhoenixTraces:
 
         self.name = f"phoenix {redact(url)} {project}"
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=60.0)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
         self._client = Client(http_client=self._http)
-        self._project = project
-        known = [str(each["name"]) for each in self._client.projects.list()]
-        if project not in known:
-            raise unknown_project(self.name, known)
+        ids = {str(each["name"]): each["id"] for each in self._client.projects.list()}
+        if project not in ids:
+            raise unknown_project(self.name, list(ids))
+        self._project = ids[project]  # A name in the path of a request cannot have a slash.
 
     def changed(self, is_known: Callable[[str, str], bool], counts: Counter[str]) -> Iterator[PulledTrace]:
         """Yield new and changed traces, oldest first."""
@@ -62,6 +62,7 @@ class PhoenixTraces:
                 order="asc",
                 include_spans=True,
                 limit=limit,
+                timeout=TIMEOUT_S,
             )
             new = [trace for trace in page if trace["trace_id"] not in seen]
             if not new:
@@ -78,7 +79,9 @@ class PhoenixTraces:
     ) -> Iterator[PulledTrace]:
         spans = [span["span_id"] for trace in traces for span in trace.get("spans", ())]
         scores: dict[str, list[Any]] = defaultdict(list)
-        for annotation in self._client.spans.get_span_annotations(span_ids=spans, project_identifier=self._project):
+        for annotation in self._client.spans.get_span_annotations(
+            span_ids=spans, project_identifier=self._project, timeout=TIMEOUT_S
+        ):
             scores[annotation["span_id"]].append(annotation)
         for annotation in self._trace_annotations([trace["trace_id"] for trace in traces]):
             scores[annotation["trace_id"]].append(annotation)
@@ -95,7 +98,7 @@ class PhoenixTraces:
             by_trace = defaultdict(list)
             chunk = names[first : first + _IDS_PER_REQUEST]
             for span in self._client.spans.get_spans(
-                project_identifier=self._project, trace_ids=chunk, limit=_MOST_SPANS
+                project_identifier=self._project, trace_ids=chunk, limit=_MOST_SPANS, timeout=TIMEOUT_S
             ):
                 by_trace[span["context"]["trace_id"]].append(span)
             for trace in chunk:

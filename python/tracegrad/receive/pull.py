@@ -7,6 +7,7 @@ as OpenTelemetry's conventions for generative AI define them, of the span that t
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class TraceStore(Protocol):
         """Yield the traces for which `is_known(trace, fingerprint)` is false.
 
         Args:
-            counts: counters of what is not yielded: "unchanged", "unfinished".
+            counts: counters of what is not yielded: "unchanged", "unfinished", "unreadable".
         """
         ...
 
@@ -100,13 +101,16 @@ def pull(store: TraceStore, folder: TraceFolder) -> dict[str, int]:
     """Write the new and changed traces of a store to a folder.
 
     Returns:
-        Number of "new", "changed", "unchanged" and "unfinished" traces. An unfinished one is pulled once it has ended.
+        Number of "new", "changed", "unchanged", "unfinished" and "unreadable" traces. An unfinished one is pulled once
+        it has ended. The server has no valid spans of an unreadable one.
 
     Raises:
+        ArgumentError: if the folder was written by `receive`.
         ServerError: if the store cannot be read. Traces that are written already stay.
         TracegradError: if the folder cannot be written.
     """
-    counts: Counter[str] = Counter(new=0, changed=0, unchanged=0, unfinished=0)
+    folder.claim("pull")
+    counts: Counter[str] = Counter(new=0, changed=0, unchanged=0, unfinished=0, unreadable=0)
     prefix = hashlib.sha256(store.name.encode()).hexdigest()[:16]
 
     def is_known(trace: str, fingerprint: str) -> bool:
@@ -145,8 +149,13 @@ def attribute_list(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     >>> attribute_list({"n": 3, "tags": ["a", None], "none": None})
     [{'key': 'n', 'value': {'intValue': '3'}}, {'key': 'tags', 'value': {'arrayValue': {'values': [{'stringValue': 'a'}, {}]}}}]
+    >>> attribute_list({"score": -math.inf})
+    [{'key': 'score', 'value': {'doubleValue': '-Infinity'}}]
     """  # noqa: E501
     return [{"key": str(key), "value": _any_value(value)} for key, value in values.items() if value is not None]
+
+
+_NOT_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def _any_value(value: Any) -> dict[str, Any]:
@@ -155,7 +164,7 @@ def _any_value(value: Any) -> dict[str, Any]:
     if isinstance(value, int):
         return {"intValue": str(value)}
     if isinstance(value, float):
-        return {"doubleValue": value}
+        return {"doubleValue": value if math.isfinite(value) else _NOT_FINITE[str(value)]}
     if isinstance(value, Mapping):
         return {"kvlistValue": {"values": attribute_list(value)}}
     if isinstance(value, (list, tuple)):
