@@ -132,6 +132,7 @@ class Indexer:
         places = []
         for path in sorted(source.path.glob("traces-*.jsonl")):
             start, size = self._ends.get(path, 0), path.stat().st_size
+            start = 0 if size < start else start  # somebody removed lines
             if size > start:
                 places.append(Place("file", str(path), size, start=start, end=size))
                 self._ends[path] = size
