@@ -412,7 +412,7 @@ class TraceFolder:
         return self._place(trace) is not None
 
     def claim(self, verb: str) -> None:
-        """Mark the folder as one that `receive` or `pull` writes.
+        """Store which of `receive` and `pull` writes the folder.
 
         Raises:
             ArgumentError: if the other one has written there.
