@@ -113,6 +113,11 @@ HI = [claude("u", None), claude("a", "u", "assistant", "A")]
             ["A"],
             "earlier lines are not in the file",
         ),
+        (
+            [*HI, claude("w", None), claude("c", "w", "assistant", "A", message={"id": "a"})],
+            ["A"],
+            "an earlier branch has too",
+        ),
         ([HI[0], claude("p", "u", "progress", ""), claude("a", "p", "assistant", "A")], ["A"], None),
     ],
 )
@@ -371,6 +376,8 @@ def test_a_chat_of_ag2_is_read_from_the_side_of_its_model():
     assert len(trace.generations) == 3
     assert len(left_out) == 1
     record = json.loads((GOLDEN / "ag2.json").read_text())
+    [named] = tg.read([{**record, "chat_history": [{"name": None, **each} for each in record["chat_history"]]}])
+    assert named.messages == trace.messages
     # The one that executes tools is not the model, whoever began; what a person typed is context.
     begun = [{"content": "hi", "role": "assistant", "name": "bot"}, *record["chat_history"]]
     [trace], left_out = read([{**record, "chat_history": begun, "human_input": ["Two again."]}])

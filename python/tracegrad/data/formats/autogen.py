@@ -128,7 +128,7 @@ def of_ag2(record: Any) -> list[dict[str, Any]] | None:
                 {"role": "tool", "tool_call_id": part.get("tool_call_id"), "content": part.get("content")}
                 for part in responses or [each]
             ]
-        elif each.get("name", model) != model:
+        elif (each.get("name") or model) != model:
             messages.append({"role": "user", "content": content})
         else:
             said = {"role": "assistant", "content": content, **chat.pick(each, ("tool_calls", "reasoning_content"))}

@@ -70,6 +70,19 @@ class _Node:
     last: int = -1
 
 
+_MOST_BETWEEN = 64
+"""Most nodes between two lines of one answer, such as results of its tools."""
+
+
+def _follows(node: _Node | None, earlier: _Node) -> bool:
+    """Return whether a node is another one, or continues it after at most `_MOST_BETWEEN` others."""
+    for _ in range(_MOST_BETWEEN):
+        if node is None or node is earlier:
+            break
+        node = node.before
+    return node is earlier
+
+
 class _Thread:
     """The lines of the conversation or of one subagent."""
 
@@ -131,13 +144,17 @@ class _Thread:
         """Return the node of an answer, with the blocks of this line. An empty `answer` means that it is context."""
         name, content = str(message.get("id") or line["uuid"]), message.get("content")
         node = self._answers.get(name)
-        if node is None:
+        is_copy = node is not None and before is not None and before.is_known and not _follows(before, node)
+        if node is None or is_copy:
             node = self._answers[name] = self._new(before)
-            if not is_own:
+            if is_copy:
+                converted.left_out["answers that an earlier branch has too: they are context"] += 1
+            elif not is_own:
                 converted.left_out["answers copied from an earlier session: they are context"] += 1
             elif message.get("model") == _SYNTHETIC:
                 converted.left_out["messages that Claude Code wrote in the model's place: they are context"] += 1
-            node.answer = {"model": message.get("model")} if is_own and message.get("model") != _SYNTHETIC else {}
+            is_sampled = is_own and not is_copy and message.get("model") != _SYNTHETIC
+            node.answer = {"model": message.get("model")} if is_sampled else {}
         node.blocks += content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         if node.answer and message.get("stop_reason"):
             node.answer = {**node.answer, "stop_reason": message["stop_reason"]}
