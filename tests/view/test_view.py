@@ -289,6 +289,11 @@ def test_a_folder_that_receives_traces_is_followed_into_new_files(tmp_path):
             time.sleep(0.05)
         assert [label["id"] for label in opened.labels(range(4))] == [f"{n:032x}" for n in (1, 2, 3, 4)]
         assert opened.trace(3).messages[-1]["content"] == "4"
+        file = tmp_path / "o" / "traces-00001.jsonl"  # somebody removed its lines, and another trace came
+        file.write_text(file.read_text().replace(f"{1:032x}", f"{5:032x}").replace('"resource":{},', ""))
+        while opened.rows < 5 and time.monotonic() < end:
+            time.sleep(0.05)
+        assert opened.labels([4])[0]["id"] == f"{5:032x}"
 
 
 def test_a_file_that_cannot_be_read_is_said_and_the_others_are_shown(tmp_path):
