@@ -55,7 +55,7 @@ test: $(VENV)/dev  ## all tests that need no GPU and no vLLM
 	$(TWO) $(BIN)/python tests/again.py $(SPREAD) $(ON_CPU)
 
 test-rust:
-	cargo test --workspace --quiet
+	MAKEFLAGS= cargo test --workspace --quiet
 
 # One process compiles the tests and all that they import, before several would compile the same.
 test-docstrings: $(VENV)/dev

@@ -37,6 +37,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent / each) for each in ("tests/hel
 LONGEST = ("ranks", "online", "gpu_rehearsal", "integrations", "view_browser", "strangers", "trl_live", "benches_gpu")
 LONGEST += ("example_notebook", "online_collect", "loop", "online_kills", "online_ranks", "online_ways", "killed")
 LONGEST += ("every_objective", "gpu_call", "flex_attention", "scaling", "run", "doctor")
+LONGEST += ("every_option", "from_shards", "fill", "hostile_files", "hostile_configs", "online_checks", "training")
 """Files that take long, whatever the number of their tests: they are begun first, so that no worker ends long after
 the other with one of them. It needs --no-loadscope-reorder."""
 
