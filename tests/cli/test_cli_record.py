@@ -484,7 +484,8 @@ def test_functions_are_not_given_the_trajectories_that_failed(record, folder, ca
             assert trace.rewards["own"] == 7.0
     out = capsys.readouterr().out
     assert "recorded 6 trajectories in 3 groups; 3 failed" in out
-    assert "failed   playing, 3 trajectories; the first: task 0-0: RuntimeError: the world is gone" in out
+    # The groups are played side by side, so any of them may fail first.
+    assert re.search(r"failed   playing, 3 trajectories; the first: task [012]-0: RuntimeError: the world is gone", out)
 
 
 def test_a_group_that_was_not_scored_is_scored_when_the_folder_is_taken_up_and_not_played(

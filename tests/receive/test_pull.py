@@ -159,7 +159,7 @@ def test_traces_that_mlflow_cannot_load_are_counted_and_the_others_pulled(tmp_pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["phoenix", "mlflow"])
 def test_traces_and_scores_of_a_real_server_are_pulled(tmp_path, stores_python, kind):
-    """A span, a score of a trace and one of a span are added between two pulls."""
+    """A score of a trace and one of a span are added between two pulls."""
     port, package = free_port(), str(Path(tg.__file__).parents[1])
     url = f"http://127.0.0.1:{port}"
     environment = {**os.environ, "PHOENIX_WORKING_DIR": str(tmp_path / "phoenix"), "PHOENIX_HOST": "127.0.0.1"}
