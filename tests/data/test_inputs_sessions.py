@@ -1,4 +1,6 @@
-"""What is joined into one conversation and what stands apart, and the rows that only say how good one was."""
+"""Calls that are joined to a conversation, calls that become separate traces, and rows that have only a reward."""
+
+import json
 
 import pytest
 
@@ -254,9 +256,13 @@ def test_records_of_all_messages_so_far_are_one_conversation():
     assert "4 records are not calls, because another record has all their messages" in " ".join(stream.lines())
 
 
-def test_states_that_differ_in_their_reward_or_tokens_stay_apart():
+def test_states_that_differ_in_their_reward_or_tokens_or_file_stay_apart(tmp_path):
     twice = [states("a", "b", rating=0), states("a", "b", rating=1)]
     assert [trace.reward for trace in tg.read(twice, map={"session": "prefix", "reward": "rating"})] == [0, 1]
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path in files:
+        path.write_text(json.dumps(states("a", "b")))
+    assert len(tg.read(files, map={"session": "prefix"})) == 2
     for fields in ({"token_ids": [1]}, {"generation": {"token_ids": [1]}}):
         with_ids = states("a", "b")
         with_ids["messages"][1] |= fields

@@ -317,10 +317,10 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     call_records = other_records = graded_records = 0
     tokens, wants_tokens = TokenColumns(), bool({"logprobs", "token_ids", "sampling"}.intersection(names))
     for record, roots in _first(source):
-        if (found := _spans(record)) is not None:
-            for kind, span in found:
+        if (record_spans := _spans(record)) is not None:
+            for kind, span in record_spans:
                 spans.add(kind, span)
-            call = next((span for kind, span in found if kind == span_calls.CALL), None)
+            call = next((span for kind, span in record_spans if kind == span_calls.CALL), None)
             if wants_tokens and call is not None:
                 tokens.add(record, call)
             continue

@@ -2,9 +2,9 @@
 
 Source: autogen-core 0.7.5 `logging.py` (lines of events, of which LLMCallEvent is a call), autogen-agentchat 0.7.5
 `base/_task.py` and `messages.py` (TaskResult); ag2 0.14 `agentchat/chat.py` (ChatResult), `conversable_agent.py`
-(roles) and `logger/file_logger.py`. In a TaskResult each agent sees its own events and what the others say. In a chat
-history of AG2 the role is that of the agent that began the chat: it is "assistant" for its own messages, so the name
-counts.
+(roles) and `logger/file_logger.py`. In a TaskResult each agent sees its own events and the messages of others. In
+a chat history of AG2 the role is that of the agent that began the chat: it is "assistant" for its own messages, so the
+name counts.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _as_seen(talk: list[Mapping[str, Any]], agent: str) -> list[dict[str, Any]]:
-    """Return a conversation as one agent saw it: its own calls and answers, and what the others said."""
+    """Return a conversation as one agent saw it: its own calls and answers, and the messages of others."""
     messages: list[dict[str, Any]] = []
     thought: dict[str, Any] = {}
     for each in talk:

@@ -30,9 +30,7 @@ def of_session(record: Any) -> list[dict[str, Any]] | None:
         lines := session_tree.lines_of(record, NAME, {"parentUuid", "sessionId"} <= chat.as_mapping(record).keys())
     ) is None:
         return None
-    converted = Converted()
-    if record.get("broken"):
-        converted.left_out["last lines that are cut off"] += 1
+    converted = session_tree.empty_result(record)
     threads: dict[Any, _Thread] = {}
     thread_of: dict[str, Any] = {}
     own = next((line["sessionId"] for line in reversed(lines) if line.get("sessionId")), None)
@@ -161,7 +159,7 @@ class _Thread:
         return node
 
     def _input(self, messages: list[dict[str, Any]], before: _Node | None) -> _Node:
-        """Return the node of what a user or a tool says. The results of the tools of one answer are one node."""
+        """Return the node of a message of a user or a tool. The results of the tools of one answer are one node."""
         if before is not None and before.answer is not None and any(chat.role(each) == "tool" for each in messages):
             calls = {each.get("tool_call_id") for each in messages if chat.role(each) == "tool"}
             known = before.results

@@ -1,9 +1,9 @@
 """Convert rollouts of Codex: one trace for each session file.
 
 Source: openai/codex `protocol/src/protocol.rs` (RolloutLine) and `models.rs` (ResponseItem), `rollout/src/policy.rs`
-(what is kept) and `core/src/session/rollout_reconstruction.rs` (how a history is rebuilt). Items of the model that
-follow one another are one answer. A compaction replaces the history, and a rollback removes its last turns: what was
-there before is a branch of the same trace. Reasoning is encrypted or summarized, so its text is unknown.
+(the items that are kept) and `core/src/session/rollout_reconstruction.rs` (how a history is rebuilt). Items of the
+model that follow one another are one answer. A compaction replaces the history, and a rollback removes its last turns:
+the history before it is a branch of the same trace. Reasoning is encrypted or summarized, so its text is unknown.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,7 @@ def of_session(record: Any) -> list[dict[str, Any]] | None:
         )
     ) is None:
         return None
-    converted = Converted()
-    if record.get("broken"):
-        converted.left_out["last lines that are cut off"] += 1
+    converted = session_tree.empty_result(record)
     session = _Session(converted)
     for line in lines:
         session.add(line)

@@ -2,7 +2,7 @@
 
 Source: openhands-sdk 1.58 `sdk/event` (events with a `kind`, saved as one file each, or dumped as a list), and
 OpenHands 0.x (a list of events with `action` or `observation`; `tool_call_metadata` has the model's response). Actions
-of one response are one answer. A condensation removes events from the history and adds a summary: what was there before
+of one response are one answer. A condensation removes events from the history and adds a summary: the history before it
 is a branch of the same trace.
 """
 
@@ -28,9 +28,7 @@ def of_session(record: Any) -> list[dict[str, Any]] | None:
     """
     if (events := session_tree.lines_of(record, NAME)) is None:
         return None
-    converted = Converted()
-    if record.get("broken"):
-        converted.left_out["last events that are cut off"] += 1
+    converted = session_tree.empty_result(record, "events")
     history = _History(converted)
     for event in events:
         history.add(event) if "kind" in event else history.add_old(event)
@@ -55,7 +53,7 @@ class _History:
         self._events: dict[Any, int] = {}
         """Index of the message of each event."""
         self._parts: dict[Any, list[Any]] = {}
-        """Content of what a user said in each event."""
+        """Content of each event of a user."""
         self._copied = 0
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -131,7 +129,7 @@ class _History:
         self.last = self._events[identity] = self.tree.add(message, self.last)
 
     def _ask(self, parts: list[Any], identity: Any) -> None:
-        """Add what a user says. Messages of a user that follow one another are one, as the SDK sends them."""
+        """Add a message of a user. It is joined with a message of a user before it, as the SDK sends them."""
         self._parts[identity] = parts
         if self.last >= 0 and self.tree.messages[self.last]["role"] == "user":
             self.tree.messages[self.last]["content"].extend(parts)
@@ -142,7 +140,7 @@ class _History:
     def _answer(
         self, name: Any, identity: Any, content: Any, fields: Mapping[str, Any], call: Any = None, model: Any = None
     ) -> None:
-        """Add what the model said in one response, or one more tool call to it."""
+        """Add the answer of a response, or one more tool call to it."""
         index = self._answers.get(str(name))
         if index is None:
             message = {"role": "assistant", "content": content or ""}

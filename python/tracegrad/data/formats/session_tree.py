@@ -43,6 +43,14 @@ def lines_of(record: Any, producer: str, is_line: bool = False) -> list[Mapping[
     return [chat.as_mapping(line) for line in record["lines"]]
 
 
+def empty_result(record: Mapping[str, Any], things: str = "lines") -> record_fields.Converted:
+    """Return a result without records. It counts the last line of a session (or other `things`) if it is cut off."""
+    converted = record_fields.Converted()
+    if record.get("broken"):
+        converted.left_out[f"last {things} that are cut off"] += 1
+    return converted
+
+
 def check_context(count: int) -> None:
     """Check the number of messages that the histories of a session repeat.
 
