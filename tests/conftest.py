@@ -28,9 +28,13 @@ logging.disable(logging.DEBUG)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What tokenizers of the tests are found to be is kept apart from the user's own, for these processes and theirs.
-os.environ["TRACEGRAD_CACHE"] = tempfile.mkdtemp(prefix="tracegrad-tests-")
-atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True)
+# What the core finds out about tokenizers is kept apart from the user's own cache. All processes of a run share it.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["TRACEGRAD_CACHE"] = tempfile.mkdtemp(prefix="tracegrad-tests-")
+    atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True)
+
+# Collecting imports millions of objects that stay; looking for garbage among them takes a quarter of its time.
+gc.disable()
 
 sys.path[:0] = [str(Path(__file__).parent.parent / each) for each in ("tests/helpers", "examples/quickstart", "tools")]
 
@@ -58,6 +62,7 @@ def pytest_collection_finish():
     """Take what collecting has made, thousands of tests and all of torch, out of each collection of garbage."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
