@@ -59,9 +59,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Take what collecting has made, thousands of tests and all of torch, out of each collection of garbage."""
+    """Leave what collecting has made, thousands of tests and all of torch, out of garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
