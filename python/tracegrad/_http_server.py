@@ -91,17 +91,16 @@ async def body_of(receive: Any, most: int, headers: Mapping[bytes, str]) -> byte
         raise Refusal(413, f"the request has more than {most} bytes")
 
     async def read() -> bytes:
-        parts, size = [], 0
+        body = bytearray()
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise Refusal(400, "the client closed")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > most:
+            body += message.get("body", b"")
+            if len(body) > most:
                 raise Refusal(413, f"the request has more than {most} bytes")
             if not message.get("more_body"):
-                return b"".join(parts)
+                return bytes(body)
 
     try:
         return await asyncio.wait_for(read(), BODY_S)

@@ -5,12 +5,15 @@ import gzip
 import http.client
 import json
 import random
+import re
 import signal
 import threading
 import time
+import tracemalloc
 import urllib.error
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from google.protobuf.json_format import MessageToDict
@@ -31,6 +34,7 @@ from opentelemetry.trace import Link
 import tracegrad as tg
 from otlp_spans import Receiving, call, ids, lines, post, request, span
 from stand_in import free_port
+from tracegrad import _http_server
 from tracegrad.cli import main
 from tracegrad.receive import otlp, server
 from tracegrad.receive.folder import FolderLimits, TraceFolder
@@ -185,6 +189,106 @@ def test_bad_requests_are_answered_with_a_status_and_change_nothing(tmp_path):
         assert error.value.code == 405
         assert len(said) == len(set(said)) > 8  # each once
     assert len(ids(tmp_path / "o")) == 1
+
+
+def delimited(data, *numbers):
+    """A field of protobuf with a length, in a field with the next number, and so on."""
+    for number in numbers:
+        size, length = b"", len(data)
+        while length > 127:
+            size, length = size + bytes([length & 127 | 128]), length >> 7
+        data = bytes([number << 3 | 2]) + size + bytes([length]) + data
+    return data
+
+
+def of_span(fields):
+    """A request whose span has valid ids and other fields: 5 fields more."""
+    return delimited(delimited(b"t" * 16, 1) + delimited(b"s" * 8, 2) + fields, 2, 2, 1)
+
+
+def test_the_fields_of_a_request_are_counted_before_they_are_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(otlp, "MOST_FIELDS", 1000)
+    shapes = {
+        "resources": b"\n\0" * 1000,
+        "attributes": of_span(b"\x4a\0" * 995),
+        "values": of_span(delimited(b"\n\0" * 992, 5, 2, 9)),  # ArrayValue, AnyValue, KeyValue
+        "unknown numbers": of_span(b"\xf8\x01\0" * 995),
+        "unknown messages": of_span(b"\xfa\x01\0" * 995),
+        "numbers": of_span(b"\x30\0" * 995),  # kind
+        "fixed numbers": of_span((b"\x39" + bytes(8)) * 495 + (b"\x85\x01" + bytes(4)) * 500),  # start, flags
+    }
+    values = {
+        "list": "[" + "[]," * 496 + "{},1]",
+        "text": '["' + '","' * 994 + '"]',
+        "keys": "{" + '"":1,' * 496 + '"":[1]}',
+    }
+    packed = delimited(bytes(993), 2, 8, 1, 10, 2, 2, 1)  # bucket counts of an exponential histogram
+    broken = {
+        "a length after the end": b"\n\x05\x12\x01",
+        "a length after the end of its message": delimited(b"\x1a\x03a", 1) + b"\x1a\0",
+        "a message that ends after its message": delimited(b"\x12\x03", 1) + b"\x1a\x01a",
+        "a number after the end of its message": delimited(b"\x20", 1) + b"\x01",
+        "a group": of_span(b"\xfb\x01\xfc\x01"),
+        "an endless number": b"\x20" + b"\xff" * 10 + b"\x01",
+        "a field that is cut off": b"\n",
+    }
+    with receiving(tmp_path / "o", decompressed_bytes=2 << 20) as (url, _):
+        traces = f"{url}/v1/traces"
+        for name, body in shapes.items():
+            assert post(traces, body, PROTOBUF)[0] == 200, name
+            status, headers, answer = post(traces, body + b"\n\0", PROTOBUF)
+            assert (status, Status.FromString(answer).code, headers["retry-after"]) == (413, 8, None), name
+        assert post(traces, gzip.compress(b"\n\0" * 1001), PROTOBUF, content_encoding="gzip")[0] == 413
+        assert post(f"{url}/v1/metrics", packed, PROTOBUF)[0] == 200  # each of these bytes becomes a number of 8
+        assert post(f"{url}/v1/metrics", packed + b"\n\0", PROTOBUF)[0] == 413
+        for name, body in broken.items():
+            with pytest.raises(otlp.BadRequest):
+                otlp._count_fields(body, ExportTraceServiceRequest.DESCRIPTOR)
+            assert post(traces, body, PROTOBUF)[0] == 400, name
+        for text in (",[{:" * 300, '\\",[' * 300, "\\" * 999 + '"' + "," * 999, "é,☃" * 300, "," * (1 << 20)):
+            body = json.dumps({"x": [text, text[:2000]]}, ensure_ascii=False)  # text is one value, with anything in it
+            assert post(traces, body.encode())[0] == 200, text[:9]
+        for name, text in values.items():
+            body = f'{{"x":{text},"y":2}}'.encode()
+            assert sum(map(body.count, (b"[", b"{", b",", b":"))) == 999, name
+            assert post(traces, body)[0] == 200, name
+            for more in (b'{"z":0,', b'{"\\\\":0,', b'{"\\"":0,', b'{"' + b"a" * (1 << 20) + b'":0,'):
+                assert post(traces, more + body[1:])[0] == 413, name
+        assert post(traces, json.dumps({}).encode("utf-16"))[0] == 400  # one byte of a character could be a quote
+
+
+def test_hostile_requests_take_little_memory(tmp_path):
+    values = of_span(delimited(b"\n\0" * (5 << 20), 5, 2, 9))
+    bodies = [(values, PROTOBUF), (b"[" + b"[]," * (3 << 20) + b"1]", otlp.JSON)]
+    with Receiving(tmp_path / "o") as receiver:
+        status = Path(f"/proc/{receiver.process.pid}/status")
+
+        def peak_mib():
+            return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) >> 10
+
+        before = peak_mib()
+        for body, kind in bodies:  # 10 MiB each; the messages or lists would take 200 MiB and more
+            packed = gzip.compress(body, 1)
+            assert post(f"{receiver.url}/v1/traces", packed, kind, content_encoding="gzip")[0] == 413
+        assert peak_mib() - before < 90
+        assert post(f"{receiver.url}/v1/traces", request(span(1, 1)))[0] == 200
+        receiver.stop()
+
+
+def test_a_body_in_many_pieces_takes_little_memory():
+    pieces = 20_000
+
+    async def receive():
+        nonlocal pieces
+        pieces -= 1
+        return {"type": "http.request", "body": bytes(2), "more_body": pieces > 0}
+
+    tracemalloc.start()
+    try:
+        assert asyncio.run(_http_server.body_of(receive, 1 << 20, {})) == bytes(40_000)
+        assert tracemalloc.get_traced_memory()[1] < 400_000  # a piece of its own takes 43 bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_logs_and_metrics_are_counted_and_not_stored(tmp_path):

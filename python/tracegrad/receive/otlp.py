@@ -8,8 +8,11 @@ import base64
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import DecodeError, Message
 from google.rpc.status_pb2 import Status
@@ -34,12 +37,19 @@ REQUESTS: Mapping[str, tuple[type[Message], type[Message], str]] = {
     "/v1/metrics": (ExportMetricsServiceRequest, ExportMetricsServiceResponse, "rejected_data_points"),
 }
 """Request, response, and the field of the response that counts what was rejected, by path."""
+MOST_FIELDS = 2_000_000
+"""Most fields of a request in protobuf, or values in JSON: an empty one has 2 bytes, and about 100 as an object."""
 _MEMBERS = 64
+_JSON_BLOCK = 1 << 20
 _HEX_IDS = {"traceId": 16, "spanId": 8, "parentSpanId": 8}
 
 
 class BadRequest(ValueError):
     """A body that is not a request of OTLP; the message says why."""
+
+
+class TooManyFields(ValueError):
+    """A body with more than `MOST_FIELDS` fields; the message says so."""
 
 
 def decompress(body: bytes, encoding: str, most: int) -> bytes:
@@ -75,17 +85,21 @@ def decompress(body: bytes, encoding: str, most: int) -> bytes:
 
 
 def decode(path: str, body: bytes, kind: str) -> Any:
-    """Decode the body of a request to its message.
+    """Decode the body of a request to its message. Its fields are counted before they are parsed.
 
     Raises:
         BadRequest: if it is not one.
+        TooManyFields: if it has too many.
     """
     message = REQUESTS[path][0]()
     try:
+        count = _count_fields(body, message.DESCRIPTOR) if kind == PROTOBUF else _count_values(body)
+        if count > MOST_FIELDS:
+            raise TooManyFields(f"the request has more than {MOST_FIELDS:,} fields; send fewer spans at once")
         if kind == PROTOBUF:
             message.ParseFromString(body)
             return message
-        value = json.loads(body)
+        value = json.loads(body.decode())
         if not isinstance(value, dict):
             raise BadRequest("the body is not a JSON object")
         for resource in _objects(value, "resourceSpans"):
@@ -95,8 +109,86 @@ def decode(path: str, body: bytes, kind: str) -> Any:
                     for link in _objects(span, "links"):
                         _to_base64(link)
         return ParseDict(value, message, ignore_unknown_fields=True)
+    except TooManyFields:
+        raise
     except (DecodeError, ParseError, ValueError, TypeError, RecursionError) as error:
         raise BadRequest(f"the body is not {path} in {kind}: {str(error)[:300]}") from None
+
+
+@cache
+def _nested(message: Any) -> dict[int, Any]:
+    """Return the messages of a message's fields by number; None for numbers, which can be a packed list."""
+    unpacked = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES
+    return {field.number: field.message_type for field in message.fields if field.type not in unpacked}
+
+
+def _count_fields(body: bytes, message: Any) -> int:
+    """Return the number of fields of a message in protobuf, and of all messages in it; a packed list has its bytes.
+
+    Counting ends after `MOST_FIELDS`. `message` is the descriptor of the message.
+
+    Raises:
+        BadRequest: if a field ends after its message, or is a group, which OTLP has not.
+    """
+    count, position = 0, 0
+    levels = [(len(body), _nested(message))]
+    try:
+        while levels and count <= MOST_FIELDS:
+            end, nested = levels[-1]
+            if position >= end:
+                levels.pop()
+                continue
+            count += 1
+            tag, position = _varint(body, position)
+            wire_type = tag & 7
+            if wire_type == 2:
+                length, position = _varint(body, position)
+                number = tag >> 3
+                inner = nested.get(number)
+                if inner is not None:
+                    levels.append((position + length, _nested(inner)))
+                else:
+                    count += length if number in nested else 0
+                    position += length
+            elif wire_type == 0:
+                position = _varint(body, position)[1]
+            elif wire_type in (1, 5):
+                position += 8 if wire_type == 1 else 4
+            else:
+                raise BadRequest(f"a field before byte {position} has wire type {wire_type}")
+            if position > end or levels[-1][0] > end:
+                raise BadRequest(f"the field before byte {position} ends after its message")
+    except IndexError:
+        raise BadRequest("the last field is incomplete") from None
+    return count
+
+
+def _varint(body: bytes, position: int) -> tuple[int, int]:
+    """Return the number at a position, and the position after it."""
+    byte = body[position]
+    if byte < 0x80:
+        return byte, position + 1
+    value, shift = byte & 0x7F, 7
+    while shift < 70:
+        position += 1
+        byte = body[position]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position + 1
+        shift += 7
+    raise BadRequest(f"the number before byte {position} has more than 10 bytes")
+
+
+def _count_values(body: bytes) -> int:
+    """Return at least the number of values of a text in JSON: of the brackets, commas and colons outside of strings."""
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    count, in_string = 1, False
+    for start in range(0, len(text), _JSON_BLOCK):
+        block = np.frombuffer(text, np.uint8, min(_JSON_BLOCK, len(text) - start), start)
+        is_inside = np.logical_xor.accumulate(block == ord('"')) ^ in_string
+        count += int(np.count_nonzero(np.isin(block, list(b"[{,:")) & ~is_inside))
+        in_string = bool(is_inside[-1])
+    return count
 
 
 def _objects(owner: Mapping[str, Any], key: str) -> Iterator[dict[str, Any]]:

@@ -187,6 +187,8 @@ class Receiver:
             return self._store_request(path, otlp.decode(path, body, kind), kind)
         except otlp.BadRequest as error:
             raise Refusal(400, str(error)) from None
+        except otlp.TooManyFields as error:
+            raise Refusal(413, str(error)) from None
 
     def _store_request(self, path: str, request: Any, kind: str) -> bytes:
         if path != "/v1/traces":
