@@ -10,6 +10,7 @@
 //! pass those that lead to the end. An id is known if every surviving path uses it at its position.
 
 use crate::tokenizer::Tokenizer;
+use foldhash::fast::RandomState;
 use std::collections::HashMap;
 
 /// Bounds on the states of one layer and on the vocabulary entries tried in total. Beyond either, the search stops
@@ -65,7 +66,7 @@ struct Search<'a> {
     edges: Vec<Edge>,
     /// Index of the first edge into each layer.
     into: Vec<usize>,
-    next: HashMap<State, u32>,
+    next: HashMap<State, u32, RandomState>,
     tries: usize,
 }
 
@@ -80,7 +81,7 @@ pub fn solve(shown: &[ShownToken<'_>], complete: CompleteText<'_>, facts: Record
         layers: vec![0, 1],
         edges: Vec::new(),
         into: vec![0],
-        next: HashMap::new(),
+        next: HashMap::default(),
         tries: 0,
     };
     for (index, &token) in shown.iter().enumerate() {
@@ -170,7 +171,12 @@ impl Search<'_> {
             }
         }
         let (forced, broken) = self.forced(state);
-        for end in 1..=forced.len().min(tokenizer.max_piece_bytes()) {
+        // A text is never shorter than the bytes that it shows.
+        let longest = tokenizer.max_piece_bytes().min(text.map_or(usize::MAX, str::len));
+        for end in 1..=forced.len().min(longest) {
+            if !may_show(&forced[..end], text) {
+                continue;
+            }
             if let Some(id) = tokenizer.id_of_bytes(&forced[..end]) {
                 self.consider(from, id, &forced[..end], text);
             }
@@ -259,6 +265,10 @@ impl Search<'_> {
         }
         let text = self.complete.text.as_bytes();
         let (mut at, mut pending) = (state.at as usize, state.pending);
+        if pending.is_empty() && std::str::from_utf8(bytes).is_ok() {
+            let matches = text[at..].starts_with(bytes);
+            return matches.then_some(State { at: (at + bytes.len()) as u32, ..state });
+        }
         let advance = |at: &mut usize, expected: &[u8]| {
             let matches = text.get(*at..)?.starts_with(expected);
             *at += expected.len();
@@ -315,6 +325,14 @@ impl Search<'_> {
         let starts = (0..=count).map(start_of).collect();
         alive[0].then_some(Solution { choices, starts })
     }
+}
+
+/// Returns false if the last of `bytes` shows that no decoder writes `text` for them. `None` is a token that shows
+/// nothing.
+fn may_show(bytes: &[u8], text: Option<&str>) -> bool {
+    // A token that ends in an ASCII character shows its own text, which ends in that character.
+    let last = bytes.last().filter(|last| last.is_ascii());
+    last.is_none() || text.is_some_and(|text| text.as_bytes().last() == last)
 }
 
 /// Position at which a token ends.
@@ -444,6 +462,9 @@ pub enum Shown {
 impl View {
     /// Returns the shown text of a token with `bytes`, and the view after it.
     pub fn show(self, bytes: &[u8]) -> (Shown, Self) {
+        if bytes.last().is_some_and(u8::is_ascii) {
+            return (Shown::Own, Self::default());
+        }
         let mut joint = self.pending;
         // True if the pending bytes at the end began in an earlier token.
         let mut earlier = !joint.is_empty();
