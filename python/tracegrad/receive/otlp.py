@@ -128,7 +128,7 @@ def _count_fields(body: bytes, message: Any) -> int:
     Counting ends after `MOST_FIELDS`. `message` is the descriptor of the message.
 
     Raises:
-        BadRequest: if a field ends after its message, or is a group, which OTLP has not.
+        BadRequest: if a field ends after its message or is a group, which OTLP does not use.
     """
     count, position = 0, 0
     levels = [(len(body), _nested(message))]
