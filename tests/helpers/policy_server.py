@@ -1,4 +1,4 @@
-"""A policy behind HTTP in the test process: the example's model, sampled by transformers, answering as vLLM does.
+"""A policy behind HTTP in the test process: the example's model, sampled token by token, answering as vLLM does.
 
 It takes weights by the requests of `weight_sync.File`, and adapters by those of `weight_sync.Lora`. `mistake`
 makes it sample from something else than it was told, in one of the ways in which a real server does.
@@ -15,7 +15,9 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 import rollout
 
@@ -23,6 +25,43 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 BLOCK = 16
 AGAIN = "3"
 PARTS = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
+
+
+class Sequence:
+    """Keys and values of the ids so far, by layer. A step costs less than a forward pass of transformers."""
+
+    def __init__(self, model):
+        self.length, self.layers = 0, [None] * len(model.model.layers)
+        every = torch.arange(model.config.max_position_embeddings)[None]
+        self.cos, self.sin = (each[0] for each in model.model.rotary_emb(model.lm_head.weight, every))
+
+    def forward(self, model, ids):
+        """Append ids and return the logits [V] after the last one."""
+        here = slice(self.length, self.length + len(ids))
+        places = torch.arange(here.stop)
+        mask = places <= places[here, None] if len(ids) > 1 else None
+        hidden = model.model.embed_tokens(torch.tensor(ids))
+        for index, layer in enumerate(model.model.layers):
+            own, normed = layer.self_attn, _normed(layer.input_layernorm, hidden)
+            query, key, value = (
+                part(normed).view(len(ids), -1, own.head_dim) for part in (own.q_proj, own.k_proj, own.v_proj)
+            )
+            query, key = _normed(own.q_norm, query).transpose(0, 1), _normed(own.k_norm, key).transpose(0, 1)
+            query, key = apply_rotary_pos_emb(query, key, self.cos[here], self.sin[here], unsqueeze_dim=0)
+            value = value.transpose(0, 1)
+            if self.layers[index] is not None:
+                key, value = (torch.cat(pair, 1) for pair in zip(self.layers[index], (key, value), strict=True))
+            self.layers[index] = key, value
+            key, value = (each.repeat_interleave(own.num_key_value_groups, 0) for each in (key, value))
+            attended = F.scaled_dot_product_attention(query, key, value, mask).transpose(0, 1).flatten(1)
+            hidden = hidden + own.o_proj(attended)
+            hidden = hidden + layer.mlp(_normed(layer.post_attention_layernorm, hidden))
+        self.length = here.stop
+        return model.lm_head(_normed(model.model.norm, hidden[-1]))
+
+
+def _normed(norm, hidden):
+    return F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 class PolicyServer:
@@ -108,14 +147,14 @@ class PolicyServer:
         return web.json_response({"object": "text_completion", "model": body["model"], "choices": [choice]})
 
     def _prompted(self, ids, salt):
-        """The cache of a prompt and its last id; keys and values of its beginning are those of whoever asked first."""
+        """A sequence and the ids to append; the keys and values of a prompt's beginning are of whoever asked first."""
         if self.mistake != "stale":
-            return DynamicCache(), ids
-        begins = (salt, *ids[0, :BLOCK].tolist())
+            return Sequence(self.model), ids
+        begins = (salt, *ids[:BLOCK])
         if begins not in self.cached:
-            cache = self.cached[begins] = DynamicCache()
-            self.model(ids[:, :BLOCK], past_key_values=cache, use_cache=True)
-        return copy.deepcopy(self.cached[begins]), ids[:, BLOCK:]
+            self.cached[begins] = Sequence(self.model)
+            self.cached[begins].forward(self.model, ids[:BLOCK])
+        return copy.deepcopy(self.cached[begins]), ids[BLOCK:]
 
     def _answer(self, body):
         told = {"tools": body.get("tools"), "add_generation_prompt": True, "tokenize": False}
@@ -155,10 +194,10 @@ class PolicyServer:
         if self.mistake == "half" and self.sampled % 2:
             model = self.bare
         heat = body.get("temperature", 1.0) * (1.5 if self.mistake == "hot" else 1.0)
-        cache, ids = self._prompted(torch.tensor([prompt]), body.get("cache_salt"))
+        sequence, ids = self._prompted(prompt, body.get("cache_salt"))
         sampled, logprobs, reason = [], [], "length"
         while len(sampled) < body.get("max_tokens", 16):
-            scores = model(ids, past_key_values=cache, use_cache=True).logits[0, -1]
+            scores = sequence.forward(model, ids)
             known = self._truncated(
                 (self._reshaped(scores.float(), {**body, **self.sampling}, prompt, sampled) / heat).log_softmax(-1)
             )
@@ -167,7 +206,7 @@ class PolicyServer:
             drawn = int(torch.multinomial(known.exp(), 1, generator=self.generator))
             sampled.append(drawn)
             logprobs.append(float((scores.log_softmax(-1) if self.raw else known)[drawn]))
-            ids = torch.tensor([[drawn]])
+            ids = [drawn]
             if drawn == self.tokenizer.eos_token_id:
                 reason = "stop"
                 break
