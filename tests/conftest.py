@@ -46,6 +46,28 @@ LONGEST += ("every_option", "from_shards", "fill", "hostile_files", "hostile_con
 the other with one of them. It needs --no-loadscope-reorder."""
 
 
+READ_SOURCES = ("messages", "cli_words", "outputs", "model_code", "docstring_names", "docstring_verbs", "error_codes")
+TOGETHER = {"sources": (*READ_SOURCES, "layers"), "qwen": ("tokenizer", "cases_tokens")}
+"""Files that run in one process, for they share what one of them has made: trees of the sources, a vocabulary."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out whole files, as `--dist loadfile` does, and those of `TOGETHER` as one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    groups = {f"test_{name}.py": group for group, names in TOGETHER.items() for name in names}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return groups.get(file.rpartition("/")[2], file)
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)  # before the marks select tests
 def pytest_collection_modifyitems(items):
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import sources
+
 ROOT = Path(__file__).parent.parent
 CODE = re.compile(r"TG-[A-Z]+-\d{3}")
 AREAS = {
@@ -93,8 +95,7 @@ def causes() -> list[Cause]:
 
 def _python() -> Iterator[Cause]:
     for path in sorted((ROOT / "python").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        nodes = list(ast.walk(tree))
+        nodes = sources.nodes(path)
         names = {}
         for node in nodes:
             if isinstance(node, ast.Call):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import sources
 from tracegrad.cli import main
 from tracegrad.cli.args import AS_FLAGS, MEANT, as_flags, flag_meant_by
 from tracegrad.config import options
@@ -221,11 +222,11 @@ def said(text):
 
 def messages():
     """Yield error texts of the modules that commands use, and of the core."""
-    package = ROOT / "python" / "tracegrad"
-    for path in package.rglob("*.py"):
-        if not str(path.relative_to(package)).startswith(FROM_PYTHON):
-            for call in ast.walk(ast.parse(path.read_text())):
-                if isinstance(call, ast.Call) and re.search("Error$|Fault$|^_?unwritten$", ast.unparse(call.func)):
+    for path in sources.package_files():
+        if not str(path.relative_to(sources.PACKAGE)).startswith(FROM_PYTHON):
+            for call in (node for node in sources.nodes(path) if isinstance(node, ast.Call)):
+                name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+                if re.search("Error$|Fault$|^_?unwritten$", name):
                     yield from (
                         (path, said(part)) for part in call.args if isinstance(part, ast.JoinedStr | ast.Constant)
                     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import error_codes
+import sources
 from tracegrad.cli import build_parser
 from tracegrad.cli.args import as_flags, known_options, without_missing_flags
 
@@ -111,10 +112,10 @@ DEFINED = ("95 % interval", "0 to 100 %")
 
 def literals():
     """Strings of the package that are not docstrings, and those of the core without its tests."""
-    for path in (ROOT / "python" / "tracegrad").rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+    for path in sources.package_files():
+        nodes = sources.nodes(path)
+        documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
                 yield path, node.value
     for path in (ROOT / "rust").rglob("*.rs"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import sources
 import tracegrad as tg
 from tracegrad.errors import ReadError
 from tracegrad.metrics import JsonLines
@@ -19,7 +20,6 @@ from tracegrad.storage import manifest, safetensors_file
 from tracegrad.view import database
 
 TRACE = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
-HOUSE = Path(tg.__file__).parent
 
 
 def quarantine(path):
@@ -147,7 +147,7 @@ RENAMES = {"trainer/checkpoint.py"}
 
 def writes(path):
     """The lines of a file that open something to write, or rename onto it, by themselves."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in sources.nodes(path):
         if not isinstance(node, ast.Call):
             continue
         function, arguments = node.func, [a.value for a in node.args if isinstance(a, ast.Constant)]
@@ -170,5 +170,5 @@ def test_no_other_file_of_the_package_opens_one_to_write():
     }  # descriptors and temporary files
     known |= {"storage/run_dir.py"}  # the lock file, which keeps its place
     known |= {"weight_sync/vllm_args.py", "weight_sync/lora_adapter.py"}  # a folder that was just made
-    files = (path for path in HOUSE.rglob("*.py") if path.relative_to(HOUSE).as_posix() not in known)
-    assert [f"{path.relative_to(HOUSE)}:{line}" for path in files for line in writes(path)] == []
+    files = (path for path in sources.package_files() if path.relative_to(sources.PACKAGE).as_posix() not in known)
+    assert [f"{path.relative_to(sources.PACKAGE)}:{line}" for path in files for line in writes(path)] == []

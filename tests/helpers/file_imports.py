@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from sources import parsed
+
 Imports = dict[str, set[str]]
 DESIGN = Path(__file__).parents[2] / "DESIGN.md"
 NOT_CODE = re.compile(
@@ -110,12 +112,6 @@ def _file(path: list[str], module: tuple[str, ...], files: dict[tuple[str, ...],
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    """Parse a file, once for all tests."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
 def python_imports(package: Path) -> Imports:
     """The imports among the files of a package, by paths beneath it; its own `__init__.py` is left out."""
     files = {path.relative_to(package.parent).with_suffix("").parts: path for path in sorted(package.rglob("*.py"))}
@@ -124,7 +120,7 @@ def python_imports(package: Path) -> Imports:
     imports: Imports = {}
     for path in files.values():
         named: set[tuple[str, ...]] = set()
-        for node in _run(parsed(path)):
+        for node in _statements(parsed(path)):
             if isinstance(node, ast.Import):
                 named |= {tuple(alias.name.split(".")) for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -135,12 +131,13 @@ def python_imports(package: Path) -> Imports:
     return imports
 
 
-def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a tree that are not for types alone."""
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a tree that are not for types alone, and the clauses that hold some."""
     for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+        is_for_types = isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case) and not is_for_types:
             yield child
-            yield from _run(child)
+            yield from _statements(child)
 
 
 def circles(imports: Imports) -> list[str]:

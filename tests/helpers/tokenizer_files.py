@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def _small() -> Any:
     return tokenizer
 
 
+@cache
 def _qwen() -> Any:
     """Qwen's tokenizer from its ranks: every split of an entry into two entries is a merge, in the order of ranks."""
     lines = _installed("qwen_agent", "utils/qwen.tiktoken").read_bytes().split()

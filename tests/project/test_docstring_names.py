@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import sources
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "python" / "tracegrad"
 FOREIGN = {"vllm.LLM", "Message.fbs", "File.fbs", "ragged.NAME"}
@@ -63,7 +65,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 class Names:
     """What the package defines. Classes have attributes and bases, modules and packages have names."""
 
-    trees: dict[Path, list[ast.AST]]
+    trees: dict[Path, tuple[ast.AST, ...]]
     classes: dict[str, set[str]]
     bases: dict[str, set[str]]
     modules: dict[str, set[str]]
@@ -72,7 +74,7 @@ class Names:
 @cache
 def package() -> Names:
     """Parse the package once for all tests, and not if tests are only collected."""
-    trees = {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {path: sources.nodes(path) for path in sources.package_files()}
     classes, bases, modules = defaultdict(set), defaultdict(set), defaultdict(set)
     for path, nodes in trees.items():
         stem = path.parent.name if path.name == "__init__.py" else path.stem

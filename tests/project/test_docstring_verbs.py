@@ -1,14 +1,13 @@
 """Whether the docstrings of public functions and methods begin with a verb (docs: "Return", "Load", "Compute").
 
-    python tests/project/test_docstring_verbs.py
+    PYTHONPATH=tools python tests/project/test_docstring_verbs.py
 
 prints their share and those that do not. Properties and classes are described by nouns, and are left out.
 """
 
 import ast
-from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "python" / "tracegrad"
+from sources import PACKAGE, package_files, parsed
 
 # A word is added here by hand, and only if it is a verb that says what the function does.
 _LIST = """
@@ -63,8 +62,8 @@ def functions(body):
 def first_words():
     """Return {place: first word} of all docstrings."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for function in functions(ast.parse(path.read_text(encoding="utf-8")).body):
+    for path in package_files():
+        for function in functions(parsed(path).body):
             if text := ast.get_docstring(function):
                 found[f"{path.relative_to(PACKAGE)}:{function.lineno} {function.name}"] = text.split()[0].rstrip(",:;")
     return found

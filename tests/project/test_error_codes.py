@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import error_codes
+import sources
 import tracegrad as tg
 from tracegrad import errors
 
@@ -21,10 +22,9 @@ def test_a_code_stands_for_one_cause():
     assert len(counts) > 800
 
 
-def raised(path):
+def raised(path, names):
     """Return the line and the texts of each error that a file makes: its message is one of the first two arguments."""
-    names = {cause.name for cause in error_codes.causes() if cause.name[:1].isupper()}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in sources.nodes(path):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in names:
             texts = [error_codes.template(error_codes.first_operand(each)) for each in node.args[:2]]
             yield node.lineno, [text for text in texts if text]
@@ -32,10 +32,11 @@ def raised(path):
 
 def test_every_error_of_python_has_a_code():
     """One that only adds a place to another error's message, `f"{path}: {error}"`, leaves that error's code."""
+    names = {cause.name for cause in error_codes.causes() if cause.name[:1].isupper()}
     without = [
         f"{path}:{line}: {texts}"
         for path in sorted((ROOT / "python").rglob("*.py"))
-        for line, texts in raised(path)
+        for line, texts in raised(path, names)
         if texts and not any(error_codes.CODE.match(text) or "{error}" in text for text in texts)
     ]
     assert without == []
@@ -111,7 +112,8 @@ def values_of(name, function, tree):
 
 def matched(path):
     """Return the line and the text of each pattern that a file of tests gives to `match=`."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text if "match=" in text else "")
     for function in ast.walk(tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for call in ast.walk(function):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import draw_layout
-from file_imports import circles, package_order, parsed, python_imports, rust_imports, upward
+from file_imports import circles, package_order, python_imports, rust_imports, upward
+from sources import nodes, package_files
 
 ROOT = Path(__file__).parents[2]
 HOUSE = ROOT / "python" / "tracegrad"
@@ -23,7 +24,7 @@ def room(path: Path) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tracegrad":
             rest = node.module.split(".")[1:]
             found |= {rest[0]} if rest else {alias.name for alias in node.names}
@@ -32,7 +33,7 @@ def imported_rooms(path: Path) -> set[str]:
     return found
 
 
-SOURCES = [path for path in sorted(HOUSE.rglob("*.py")) if path != HOUSE / "__init__.py"]
+SOURCES = [path for path in package_files() if path != HOUSE / "__init__.py"]
 
 
 def test_packages_import_those_below_them_alone():
@@ -50,7 +51,7 @@ def test_an_import_that_goes_up_or_aside_is_found():
 
 def test_no_package_takes_a_private_name_of_another():
     for path in SOURCES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tracegrad."):
                 there, *inner = node.module.split(".")[1:]
                 names = [*inner, *(alias.name for alias in node.names)]
@@ -150,12 +151,12 @@ def test_no_room_of_losses_asks_a_part_of_which_class_it_is():
         node.name
         for path in SOURCES
         if room(path) == "objective" and path.stem not in ("correction", "torch_loss", "presets")
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
     } - {"Objective"}
     assert {"Clip", "Rejection", "RejectionBudget", "Truncate", "Penalty", "Surrogate"} <= classes
     asking = [path for path in SOURCES if room(path) in {"objective", "trainer", "model", "metrics"}]
-    for file, node in ((each, node) for each in asking for node in ast.walk(parsed(each))):
+    for file, node in ((each, node) for each in asking for node in nodes(each)):
         asked = isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass", "type")
         if isinstance(node, (ast.Compare, ast.match_case)):
             asked |= any(getattr(getattr(each, "func", None), "id", "") == "type" for each in ast.walk(node))
