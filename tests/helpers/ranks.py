@@ -168,21 +168,25 @@ def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **ca
 
 
 def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
-    """The gradient of the ranks and that of this process alone, for every class of objective or the quick ones."""
+    """The gradient of the ranks, beside that of the first alone, for every class of objective or the quick ones."""
     floats = ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS))
     for dtype, names in floats if every else ((torch.float64, QUICK),):
         seed = 0 if dtype == torch.float64 else 1
         alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(dtype))
-        wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names}
+        wanted = {name: gradients(alone, seed, OBJECTIVES[name], 1, 0) for name in names if rank == 0}
         for mode in ("fsdp", "ddp"):
             shared = wrap(tiny_model(4, attn_implementation="sdpa").to(dtype), mode)
             for name in names:
                 found, said, more = gradients(shared, seed, OBJECTIVES[name], ranks, rank)
-                before, told, _ = wanted[name]
-                apart = [float((a - b).norm() / b.norm()) for a, b in zip(found, before, strict=True)]
-                numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
-                entry = {"apart": apart, "numbers": float(numbers.max()), **more}
-                yield f"{name} | {mode} | {str(dtype)[6:]}", entry
+                entry = differences(found, said, *wanted[name][:2]) if rank == 0 else {}
+                yield f"{name} | {mode} | {str(dtype)[6:]}", {**entry, **more}
+
+
+def differences(found: Any, said: Any, wanted: Any, told: Any) -> dict[str, Any]:
+    """How far gradients and numbers of steps are from those of one process."""
+    apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+    numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
+    return {"apart": apart, "numbers": float(numbers.max())}
 
 
 def prepare_alone(model: Any) -> Any:
@@ -383,17 +387,17 @@ def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> 
 
 
 def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: int, **case: Any) -> dict[str, Any]:
-    """How far the gradient of a case on these ranks is from that of one process, and what each rank had and kept."""
+    """How far the gradient of a case on these ranks is from that of the first alone; what each rank had and kept."""
     kind = getattr(torch, dtype)
-    model = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(kind))
-    wanted, told, _ = gradients(model, seed, OBJECTIVES[objective], 1, 0, **case)
     shared = wrap(tiny_model(4, attn_implementation="sdpa").to(kind), mode)
     found, said, more = gradients(shared, seed, OBJECTIVES[objective], ranks, rank, **case)
-    apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
-    numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
     by_rank = [None] * ranks
     dist.all_gather_object(by_rank, more)
-    return {"apart": apart, "numbers": float(numbers.max()), "by_rank": by_rank}
+    if rank > 0:
+        return {}
+    alone = prepare_alone(tiny_model(4, attn_implementation="sdpa").to(kind))
+    wanted, told, _ = gradients(alone, seed, OBJECTIVES[objective], 1, 0, **case)
+    return {**differences(found, said, wanted, told), "by_rank": by_rank}
 
 
 class Failing:

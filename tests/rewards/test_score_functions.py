@@ -133,7 +133,8 @@ def hangs(completions, **columns):
 
 
 def spins(completions, **columns):
-    while True:
+    time.sleep(1.8)
+    while True:  # when the 2 s are over
         pass
 
 

@@ -25,7 +25,7 @@ from tracegrad.online.buffer import GroupWriter
 from tracegrad.receive.folder import FolderLimits, Span, TraceFolder
 from tracegrad.storage import manifest
 from tracegrad.storage.run_dir import RunDirectory
-from tracegrad.view import Viewer, database, pieces, runs, select_rows
+from tracegrad.view import Viewer, database, pieces, runs, searcher, select_rows
 from tracegrad.view.app import application
 from tracegrad.view.export import page_of
 from tracegrad.view.runs import page, state_of
@@ -106,12 +106,14 @@ def test_what_an_expression_must_hold_is_what_its_matches_hold():
         assert all(run in text for run in literals(expression))
 
 
-def test_an_expression_without_end_is_ended_and_the_next_search_answers(tmp_path):
+def test_an_expression_without_end_is_ended_and_the_next_search_answers(tmp_path, monkeypatch):
     traces = written(tmp_path / "t.jsonl", [record(0, messages=[{"role": "user", "content": "a" * 64 + "!"}])])
     with Viewer([traces], tmp_path / "index") as opened:
         whole(opened)
         with TestClient(application(opened, "secret"), base_url="http://127.0.0.1") as client:
-            late = client.get("/secret/search", params={"q": "(a+)+$", "regex": "1"})
+            with monkeypatch.context() as patch:
+                patch.setattr(searcher, "QUERY_TIMEOUT_S", 0.5)
+                late = client.get("/secret/search", params={"q": "(a+)+$", "regex": "1"})
             assert late.status_code == 400
             assert "took longer" in late.json()["error"]
             assert client.get("/secret/search", params={"q": "aaa!"}).json() == {"rows": [0], "next": None}
