@@ -183,8 +183,10 @@ def test_a_key_that_is_suggested_joins_what_it_says():
     assert said(one) == [ANSWER] * 3
     whole = [{"session_id": name, "messages": [USER, *BEFORE], "score": at} for at, name in enumerate("aabb")]
     found = infer_fields.infer([*rows[:2], *whole]).of("session")
-    assert [each.path for each in found] == ["prefix"], "these are no calls, and cannot be joined by a key"
-    with pytest.raises(tg.errors.FormatError, match=r"TG-READ-006.*Only.*single.*calls.*can"):
+    assert [each.path for each in found] == ["prefix"], "these are no calls, so the key may name samples"
+    assert len(tg.read(whole, map={"session": "session_id"})) == 2
+    whole[1]["messages"] = [USER, {"role": "tool", "content": "4"}]
+    with pytest.raises(tg.errors.FormatError, match=r"TG-READ-006.*do.*not.*continue"):
         tg.read(whole, map={"session": "session_id"})
 
 

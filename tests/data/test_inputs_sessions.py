@@ -5,7 +5,7 @@ import json
 import pytest
 
 import tracegrad as tg
-from messages import call, said, user
+from messages import call, said, user, written
 from tracegrad import config
 from tracegrad.data import infer_fields, sessions
 
@@ -274,3 +274,93 @@ def test_states_that_differ_in_their_reward_or_tokens_or_file_stay_apart(tmp_pat
     traces = tg.read(rows, map={"session": "prefix", "reward": "rating"})
     assert [(len(trace.generations), trace.reward) for trace in traces] == [(0, 1.0), (1, None), (1, None)]
     assert [trace.reward for trace in tg.read(rows[:2], map={"session": "prefix", "reward": "rating"})] == [1.0]
+
+
+@pytest.mark.parametrize("order", [{}, {"order": "at"}])
+def test_records_of_all_messages_so_far_are_one_conversation_by_their_key_too(tmp_path, order):
+    rows = [
+        states("a", sid=1, at=0, rating=0.25),
+        states("x", "b", sid=2, at=0),
+        states("a", "b", sid=1, at=1),
+        states("a", "b", "c", sid=1, at=2),
+        states("a", "b", "c", "d", sid=1, at=3, reward=0.75),
+        states("a", "b", "c", "d", sid=1, at=4, rating=0.5),
+        states("x", "b", "c", sid=2, at=1, rating=1),
+        states("y", "b", "c", "d", "e", sid=3, at=1),
+        states("y", "b", sid=3, at=0),
+        states("x", "b", sid=4, at=0),
+    ]
+    # Copies in another file are copies too, because they have the same key.
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path, part in zip(files, (rows[:4], rows[4:]), strict=True):
+        path.write_text("\n".join(map(json.dumps, part)))
+    for source in (rows, files):
+        stream = tg.data.stream(source, map={"session": "sid", "reward": "rating", **order})
+        traces = tg.data.concatenate(stream)
+        texts = [[each["content"] for each in trace.messages] for trace in traces]
+        assert texts == [["a", "b", "c", "d"], ["x", "b"], ["y", "b", "c", "d"], ["x", "b"]]
+        assert [trace.id for trace in traces] == ["1", "2", "3", "4"]
+        assert [len(trace.generations) for trace in traces] == [2, 1, 2, 1]
+        assert [trace.reward for trace in traces] == [0.5, 1.0, None, None]
+        lines = " ".join(stream.lines())
+        assert "4 records are not calls, because another record has all their messages" in lines
+        assert "2 rewards differ from an earlier one" in lines
+        assert "several files" not in lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "one_file", "two_files"),
+    [
+        ([states("a", "b"), states("x")], None, None),
+        ([states("a", "b"), states("x", "b", "c")], None, None),
+        ([states("a", "b"), states("x", "b")], 2, None),
+        ([states("a", score=1), states("a", "b"), states("a", "c")], 2, None),
+        ([call([user("a")], "b"), states("a", "b", "c", score=1)], 1, 1),
+        ([states("a", score=1), call([user("a")], "b")], 1, 1),
+        ([call([user("a")], "b"), states("x", "b")], 2, None),
+        ([call([user("a")], "b"), call([user("x")], "b")], 2, 2),
+        ([call([user("a")], "b"), call([user("a"), said("b"), user("c")], "d")], 2, 2),
+    ],
+)
+def test_states_with_one_key_that_do_not_continue_one_another_are_refused(tmp_path, rows, one_file, two_files):
+    rows = [{**row, "sid": "s"} for row in rows]
+    ok = states("k", "b", sid="t")
+    files = [written(tmp_path / f"{name}.jsonl", part) for name, part in (("a", [ok, *rows[:-1]]), ("b", rows[-1:]))]
+    for source, turns in (([ok, *rows], one_file), (files, two_files)):
+        options = {"map": {"session": "sid", "reward": "score"} if "score" in str(rows) else {"session": "sid"}}
+        if turns is None:
+            with pytest.raises(tg.TracegradError, match=r"TG-READ-006.*:2: its messages do not continue .* sid 's'"):
+                tg.read(source, **options)
+            traces = tg.read(source, **options, on_error="skip")
+            assert (traces.read_report.bad, [trace.id for trace in traces]) == (len(rows), ["t"])
+            continue
+        stream = tg.data.stream(source, **options)
+        [_, trace] = tg.data.concatenate(stream)
+        assert (len(trace.generations), trace.reward) == (turns, 1.0 if "score" in str(rows) else None)
+        is_mixed = "1 conversations have calls of several files that do not continue" in " ".join(stream.lines())
+        assert is_mixed == (source is files and "'x'" in str(rows))
+
+
+def test_values_without_a_conversation_and_values_that_differ_are_counted():
+    rows = [
+        {**call([user("a")], "b"), "sid": 1, "score": 0},
+        {"sid": 1, "score": 1},
+        {"sid": 2, "score": 1},
+        {**states("x", "b"), "sid": 3, "reward": 1},
+        {**states("x", "b"), "sid": 3},
+    ]
+    stream = tg.data.stream(rows, map={"session": "sid", "reward": "score"})
+    assert [trace.reward for trace in tg.data.concatenate(stream)] == [1.0, 1.0]
+    lines = [line.strip() for line in stream.lines()]
+    assert "1 rewards are left out, because no call has their sid" in lines
+    assert "1 rewards differ from an earlier one of their conversation: the last one counts" in lines
+
+
+def test_the_own_reward_of_a_repeated_state_is_not_lost():
+    rows = [states("a", "b"), states("a", "b", reward=1), states("x", "b", reward=0), states("x", "b", reward=1)]
+    assert [trace.reward for trace in tg.read(rows, map={"session": "prefix"})] == [1.0, 0.0, 1.0]
+    # An assistant message of the prompt is no answer.
+    rows = [states("a", "b", "c"), {"messages": [*states("a", "b", "c", "d", "e")["messages"]]}]
+    rows[1]["messages"][3]["sampled"] = False
+    [trace] = tg.read(rows, map={"session": "prefix"})
+    assert [trace.messages[each.message]["content"] for each in trace.generations] == ["b"]

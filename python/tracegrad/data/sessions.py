@@ -174,6 +174,10 @@ _NO_CALL = (
     "Only single calls can be joined: a request with its response, or messages that end with the answer",
     "Leave map.session out, or write each call as {request, response}",
 )
+_UNRELATED = (
+    "Records of messages with one key must be states of one conversation, or end with its answers in one file",
+    "If several files use the same keys for other conversations, read them one by one. Else name another field",
+)
 
 _TOO_LONG = (
     f"the items that its calls continue by previous_response_id have more than {MOST_BYTES:,} bytes",
@@ -235,6 +239,8 @@ class Sessions:
         records_without_call: number of records without a call, which only add values such as a reward to their session.
         split_off: number of calls of another model or other tools, which were split off their session.
         repeated: number of records with only messages that other records have too, and which are not calls.
+        lone_rewards: number of records without a call that have a reward, and whose key no call has.
+        unrelated_files: number of sessions with calls of several files that do not continue one another.
     """
 
     field_map: FieldMap
@@ -245,6 +251,8 @@ class Sessions:
     records_without_call: int = 0
     split_off: int = 0
     repeated: int = 0
+    lone_rewards: int = 0
+    unrelated_files: int = 0
     _keyed: dict[tuple[str, int], list[Entry]] = field(default_factory=dict)
     _free: list[Entry] = field(default_factory=list)
     _size: int = 0
@@ -280,20 +288,13 @@ class Sessions:
                 self.records_without_call += 1
             return
         order = order_of(record, self.field_map.order) if self.field_map.order else 0.0
-        before, end, state = (), None, None
-        if by_prefix and (calls := self._calls(record)):
-            hashes, end = prefix_hashes(calls[-1])
-            before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
-            state = end if is_text_state(record) else None
-        elif by_prefix and is_text_state(record):
-            before = tuple(prefix_hashes({"request": record})[0])
-            state = before[-1]
         if key is not None:
             # Several rows of one record, such as the choices of a response, belong to separate conversations.
             self._choice = self._choice + 1 if (place, line, key) == self._origin else 0
             self._origin = place, line, key
         self._file.write(raw)
-        entry = Entry(place, line, self._size, len(raw), order, header, before, end, state)
+        entry = Entry(place, line, self._size, len(raw), order, header)
+        entry = self._with_hashes(entry, record) if by_prefix else entry
         self._size += len(raw)
         self.records += 1
         (self._free if key is None else self._keyed.setdefault((key, self._choice), [])).append(entry)
@@ -308,6 +309,7 @@ class Sessions:
             sessions.sort(key=lambda group: min(entry.offset for entry in group[1]))
         for key, entries in sessions:
             if not (calls := [entry for entry in entries if not entry.silent]):
+                self.lone_rewards += sum(not entry.header.keys().isdisjoint(REWARD_FIELDS) for entry in entries)
                 continue
             if (size := sum(entry.length for entry in calls)) > MAX_RECORD_BYTES:
                 name = "a conversation" if key is None else f"conversation {key!r:.60}"
@@ -315,8 +317,7 @@ class Sessions:
                 yield calls[0].place, (calls[0].line, b"", (problem, *_TOO_LARGE))
                 continue
             self.sessions += 1
-            side_headers = [entry.header for entry in entries if entry.silent]
-            yield from self._joined(key, self._in_order(calls), side_headers)
+            yield from self._joined(key, self._in_order(calls), [entry for entry in entries if entry.silent])
 
     def _in_order(self, entries: list[Entry], before: bool = False) -> list[Entry]:
         """Sort records by the field map's `order`, then by the numbers in their file names, then by position.
@@ -345,15 +346,20 @@ class Sessions:
         self._file.close()
 
     def _chains(self) -> list[list[Entry]]:
+        """Join the calls without a key that continue one another."""
+        return self._chain(self._free)
+
+    def _chain(self, entries: list[Entry], key: str | None = None) -> list[list[Entry]]:
         """Join each call to the session whose end is the longest prefix of its messages.
 
         A state of a conversation that another record repeats or continues is no call. It only adds its values, such as
-        a reward, to the conversation that has its messages.
+        a reward, to the conversation that has its messages. Without a key, this requires that its values do not differ
+        from those of the other record, and that both are in the same file.
         """
         sessions: list[list[Entry]] = []
         ends: dict[bytes, list[int]] = {}
         states: dict[bytes, tuple[int, Entry]] = {}
-        entries = self._in_order(self._free, before=True)
+        entries = self._in_order(entries, before=True)
         continued = _continued_states(entries)
         holders: dict[bytes, set[int]] = {digest: set() for digest in continued}
         waiting = []
@@ -362,7 +368,7 @@ class Sessions:
             if entry.end is None and entry.state in continued:
                 waiting.append(entry)
                 continue
-            if earlier is not None and _repeats(entry, earlier[1]):
+            if earlier is not None and (key is not None or _repeats(entry, earlier[1])):
                 sessions[earlier[0]].append(replace(entry, silent=True))
                 self.repeated += 1
                 continue
@@ -382,7 +388,7 @@ class Sessions:
                 holders[digest].add(number)
         for entry in waiting:
             numbers = holders[entry.state] if entry.state else set()
-            if not numbers or (entry.header and len(numbers) > 1):
+            if not numbers or (entry.header and len(numbers) > 1 and key is None):
                 sessions.append([entry])
                 continue
             self.repeated += 1
@@ -390,14 +396,68 @@ class Sessions:
                 sessions[min(numbers)].append(replace(entry, silent=True))
         return sorted(sessions, key=lambda session: min(entry.offset for entry in session if not entry.silent))
 
-    def _joined(self, key: str | None, entries: list[Entry], side_headers: list[Mapping[str, Any]]) -> Iterator[Joined]:
-        """Join the calls of one session.
+    def _with_hashes(self, entry: Entry, record: Any) -> Entry:
+        """Return an entry with the hashes of its messages. The header of a state has its own rewards too."""
+        calls, is_state = self._calls(record), is_text_state(record)
+        before, end, state = (), None, None
+        if calls:
+            hashes, end = prefix_hashes(calls[-1])
+            before = tuple(prefix_hashes(calls[0])[0] if len(calls) > 1 else hashes)
+            state = end if is_state else None
+        elif is_state:
+            before = tuple(prefix_hashes({"request": record})[0])
+            state = before[-1]
+        header = {**chat.pick(record, REWARD_FIELDS), **entry.header} if is_state else entry.header
+        return replace(entry, before=before, end=end, state=state, header=header)
+
+    def _without_copies(self, key: str, parts: list[Part]) -> tuple[list[Part], list[Entry]] | None:
+        """Return the calls of one session, and the records that only repeat messages of others.
+
+        None if states of a conversation do not continue one another. Records of one file that end with an answer are
+        calls, which may fork.
+        """
+        has_states = any(is_text_state(record) for _, _, record in parts)
+        if not has_states and (len({entry.place for entry, _, _ in parts}) == 1 or self.by != self.field_map.session):
+            return parts, []
+        entries = {entry.offset: self._with_hashes(entry, record) for entry, _, record in parts}
+        recorded = set[bytes | None]()
+        for entry, _, record in parts:
+            if has_states and entries[entry.offset].state is None and (calls := self._calls(record)):
+                hashes, end = prefix_hashes(calls[-1])
+                recorded |= {*hashes, end} - {None}
+        copies, others = [], list[Entry]()
+        for entry in entries.values():
+            (copies if entry.state in recorded else others).append(entry)
+        repeated, chains = self.repeated, self._chain(others, key)
+        self.repeated += len(copies)
+        copies += [entry for chain in chains for entry in chain if entry.silent]
+        kept = [entry for chain in chains for entry in chain if not entry.silent]
+        if len(chains) > 1:
+            kept, is_one_file = self._in_order(kept), len({entry.place for entry in kept}) == 1
+            is_call = {entry.offset: calls_of(record) is not None for entry, _, record in parts}
+            if any(entry.state is not None and not (is_one_file and is_call[entry.offset]) for entry in kept):
+                self.repeated = repeated
+                return None
+            self.unrelated_files += not is_one_file
+        by_offset = {part[0].offset: part for part in parts}
+        return [by_offset[entry.offset] for entry in kept], [replace(entry, silent=True) for entry in copies]
+
+    def _joined(self, key: str | None, entries: list[Entry], silent: list[Entry]) -> Iterator[Joined]:
+        """Join the calls of one session, and add the values of its records that are not calls.
 
         A record that is not a call, or that the core refuses, is refused at its own line; the others are still joined.
         """
         texts = [(entry, self._text(entry)) for entry in entries]
         calls = [(entry, text, parse_record(text)) for entry, text in texts]
         side_calls: list[list[Part]] = []
+        if len(calls) > 1 and key is not None:
+            if (related := self._without_copies(key, calls)) is None:
+                problem = f"its messages do not continue those of the other records with {self.by} {key!r:.60}"
+                reason = (problem, *_UNRELATED)
+                yield from ((entry.place, (entry.line, text, reason)) for entry, text, _ in calls)
+                return
+            calls, copies = related
+            silent = [*copies, *silent]
         if len(calls) > 1:
             calls, others = _partition(calls, lambda part: self._calls(part[2]) is not None)
             for entry, text, record in others:
@@ -408,11 +468,12 @@ class Sessions:
             calls, *side_calls = _without_side_calls(calls, owners) if calls and key is not None else [calls]
         if not calls:
             return
+        early, late = self._side_headers([entry for entry, _, _ in calls], silent)
         if side_calls and not any(_rewards(part) for part in calls):
-            side_headers = [*(_rewards(part) for group in side_calls for part in group), *side_headers]
+            late = [*(_rewards(part) for group in side_calls for part in group), *late]
         unlike = self.differing_rewards
         try:
-            joined = self._join(key, calls, side_headers)
+            joined = self._join(key, calls, early, late)
         except OverflowError:
             (entry, _, _), text = calls[0], b"\n".join(text for _, text, _ in calls)
             yield entry.place, (entry.line, text, _TOO_LONG)
@@ -425,25 +486,47 @@ class Sessions:
             if not readable:
                 return
             self.differing_rewards = unlike
-            joined = self._join(key, readable, side_headers)
+            joined = self._join(key, readable, early, late)
         yield joined
         for number, parts in enumerate(side_calls, 2):
             self.split_off += len(parts)
-            yield self._join(f"{key}#{number}", parts, [], rewarded=False)
+            yield self._join(f"{key}#{number}", parts, rewarded=False)
+
+    def _side_headers(self, calls: list[Entry], silent: list[Entry]) -> tuple[list[Mapping[str, Any]], ...]:
+        """Return the values of the states before the last call, and of all other records that are not calls."""
+        states = [entry for entry in silent if entry.state is not None]
+        in_order = self._in_order([*calls, *states])
+        last = max(index for index, entry in enumerate(in_order) if not entry.silent)
+        early = [entry for entry in in_order[:last] if entry.silent]
+        late = [*in_order[last + 1 :], *(entry for entry in silent if entry.state is None)]
+        return [entry.header for entry in early], [entry.header for entry in late]
 
     def _join(
-        self, key: str | None, parts: list[Part], side_headers: list[Mapping[str, Any]], *, rewarded: bool = True
+        self,
+        key: str | None,
+        parts: list[Part],
+        early: Sequence[Mapping[str, Any]] = (),
+        late: Sequence[Mapping[str, Any]] = (),
+        *,
+        rewarded: bool = True,
     ) -> Joined:
+        """Join calls to one record. Of several rewards the last one counts: `early`, then the calls, then `late`."""
         (first, raw, _), *others = parts
         origin = b"\n".join(text for _, text, _ in parts)
         if not others and rewarded:
             name = {} if key is None or "id" in first.header else {"id": key}
-            header = {**name, **first.header}
-            for each in side_headers:
-                header |= each
+            header, last = {**name, **first.header}, dict[str, Any]()
+            for each in (*early, {**_rewards(parts[0]), **first.header}, *late):
+                self.differing_rewards += _differ(last, each)
+                last |= each
+            header |= last if early or late else {}
             return first.place, (first.line, origin, append_fields(raw, header))
         calls, shared = [], {} if key is None else {"id": key}
-        last_rewards: dict[str, Any] = {}
+        first_values: dict[str, Any] = {}
+        for each in early:
+            self.differing_rewards += _differ(first_values, each)
+            first_values |= each
+        last_rewards = chat.pick(first_values, REWARD_FIELDS)
         for entry, _, record in parts:
             fields = {**record, **entry.header}
             calls += [{**chat.pick(fields, _CALL_FIELDS), **call} for call in self._calls(record) or ()]
@@ -453,23 +536,20 @@ class Sessions:
             rewards = chat.pick(fields, REWARD_FIELDS) if rewarded else {}
             self.differing_rewards += bool(last_rewards and rewards and rewards != last_rewards)
             last_rewards = rewards or last_rewards
-        for each in side_headers:
-            self.differing_rewards += bool(
-                last_rewards
-                and each.keys() & last_rewards.keys()
-                and {**last_rewards, **each} != {**each, **last_rewards}
-            )
+        for each in late:
+            self.differing_rewards += _differ(last_rewards, each)
             last_rewards |= each
-        record = {**shared, **last_rewards, "calls": complete_inputs(calls, MOST_BYTES)}
+        values = {**chat.without(first_values, *REWARD_FIELDS), **last_rewards}
+        record = {**shared, **values, "calls": complete_inputs(calls, MOST_BYTES)}
         return first.place, (first.line, origin, append_fields(b"{}", record))
 
     def _calls(self, record: Any) -> list[dict[str, Any]] | None:
-        """Return the calls of a record. With `prefix`, a state is its last answer, without messages that follow it."""
-        if (calls := calls_of(record)) or self.field_map.session != "prefix" or not is_text_state(record):
+        """Return the calls of a record. The call of a state is its last answer, without messages that follow it."""
+        if (calls := calls_of(record)) or not is_text_state(record):
             return calls
         messages = record["messages"]
         counts = range(len(messages), 0, -1)
-        count = next((count for count in counts if chat.role(messages[count - 1]) == "assistant"), 0)
+        count = next((count for count in counts if chat.was_sampled(messages[count - 1])), 0)
         return calls_of({**record, "messages": messages[:count]})
 
     def _text(self, entry: Entry) -> bytes:
@@ -486,6 +566,13 @@ class Sessions:
             lines.append(
                 f"         {self.records_without_call:,} records without a call add their values, such as scores, "
                 "to their conversations"
+            )
+        if self.lone_rewards:
+            lines.append(f"         {self.lone_rewards:,} rewards are left out, because no call has their {self.by}")
+        if self.unrelated_files:
+            lines.append(
+                f"         {self.unrelated_files:,} conversations have calls of several files that do not continue one "
+                f"another. If the files use the same {self.by} for other conversations, read them one by one"
             )
         if self.repeated:
             lines.append(
@@ -569,6 +656,11 @@ def _rewards(part: Part) -> dict[str, Any]:
         for key, value in chat.pick({**part[2], **part[0].header}, REWARD_FIELDS).items()
         if value is not None
     }
+
+
+def _differ(values: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Return whether two records have different values of one field."""
+    return any(values[name] != others[name] for name in values.keys() & others.keys())
 
 
 def _partition(parts: list[Part], predicate: Callable[[Part], bool]) -> tuple[list[Part], list[Part]]:
