@@ -233,6 +233,20 @@ def test_a_temperature_of_each_turn_and_lists_of_joined_calls_stay_with_their_tu
     assert [each.flags() for each in found] == [["--map.temperature", "messages.*.m.temp"]]
 
 
+def test_lists_of_numbers_are_those_without_other_values_and_the_logprobs_of_entries():
+    record = {
+        "a": [None],
+        "b": [[1, None], "[2]", "[x"],
+        "c": [None, {"logprob": -1}],
+        "d": [{"logprob": -1}, {"x": [3]}],
+        "e": '{"f": [4]}',
+        "g": [[], 5, {"h": [True]}],
+    }
+    paths = {"b": [[1, None], [2]], "c": [[-1]], "d.*.x": [[3]], "e.f": [[4]], "g.*.h": [[True]]}
+    assert number_lists(record) == paths
+    assert number_lists([[6], "[7]"]) == {"": [[6]]} and number_lists([{"i": [8]}]) == {"*.i": [[8]]}
+
+
 def test_lists_are_searched_to_a_bound():
     deep = {"a": 1}
     for _ in range(20):

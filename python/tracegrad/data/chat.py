@@ -20,7 +20,7 @@ _SCHEMA = ("name", "description", "parameters")
 
 def as_mapping(value: Any) -> Mapping[str, Any]:
     """Return the value if it is an object, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
+    return value if isinstance(value, (dict, Mapping)) else {}
 
 
 def get_path(record: Any, path: str) -> Any:

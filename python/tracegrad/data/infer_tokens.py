@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import NoneType
 from typing import Any
 
 from tracegrad.config import FieldMap
@@ -40,34 +41,58 @@ def number_lists(record: Any) -> dict[str, list[list[Any]]]:
     {'turns.*.lp': [[-0.5], [-0.1, -0.2]], 'ids': [[1], [2, 3]]}
     """
     result: dict[str, list[list[Any]]] = {}
-    for path, numbers in islice(_walk(record, "", 0), MOST_NODES):
-        if numbers is not None:
-            result.setdefault(path, []).append(numbers)
+    _add_lists(record, "", 0, MOST_NODES, result)
     return result
 
 
-def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, list[Any] | None]]:
-    """Yield (path, list of numbers), and (path, None) for each other node."""
-    yield path, None
+_LEAVES = frozenset((int, float, bool, NoneType))
+"""Types of most values, which contain no list."""
+
+
+def _add_lists(value: Any, path: str, depth: int, nodes: int, result: dict[str, list[list[Any]]]) -> int:
+    """Add the lists of numbers in a value to `result`, and return how many of `nodes` more nodes may be searched."""
+    nodes -= 1
+    if nodes <= 0 or depth > json_path.DEEPEST:
+        return nodes
     value = json_path.parse_json_string(value) if path else value
-    if depth > json_path.DEEPEST:
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _walk(item, f"{path}.{key}" if path else str(key), depth + 1)
+    if isinstance(value, (dict, Mapping)):
+        prefix, named = f"{path}." if path else "", value.items()
     elif isinstance(value, list) and value:
-        present = [item for item in value if item is not None]
-        entries = [item.get("logprob") if isinstance(item, Mapping) else None for item in present]
-        if present and all(isinstance(item, (int, float)) for item in present):
-            yield path, value
-        elif present and all(isinstance(entry, (int, float)) for entry in entries):
-            yield path, entries
-        elif all(isinstance(item, (list, str)) for item in present):
-            for item in present:
-                yield from _walk(item, path, depth + 1)
+        types = {*map(type, value)} - {NoneType}
+        numbers = value if _are(types, int, float) else _entry_numbers(value, types)
+        if types and numbers is not None:
+            result.setdefault(path, []).append(numbers)
+            return nodes - 1
+        key = "" if _are(types, list, str) else "*"
+        prefix = f"{path}." if path and key else path
+        named = ((key, item) for item in value if item is not None)
+    else:
+        return nodes
+    for key, item in named:
+        if nodes <= 0:
+            break
+        if type(item) in _LEAVES or (type(item) is str and item[:1] not in ("{", "[")):
+            nodes -= 1
         else:
-            for item in present:
-                yield from _walk(item, f"{path}.*" if path else "*", depth + 1)
+            nodes = _add_lists(item, f"{prefix}{key}", depth + 1, nodes, result)
+    return nodes
+
+
+def _are(types: Iterable[type], *classes: type) -> bool:
+    return all(issubclass(each, classes) for each in types)
+
+
+def _entry_numbers(entries: list[Any], types: Iterable[type]) -> list[Any] | None:
+    """Return the logprobs of a list of logprob entries, without nulls; None for other lists."""
+    if not _are(types, Mapping):
+        return None
+    numbers = []
+    for entry in entries:
+        if entry is not None:
+            if not isinstance(number := entry.get("logprob"), (int, float)):
+                return None
+            numbers.append(number)
+    return numbers
 
 
 @dataclass
@@ -91,8 +116,10 @@ class _Lists:
         known = [item for item in numbers[:MOST_NUMBERS] if item is not None and item == item]
         if known:
             self.low, self.high = min(self.low, *known), max(self.high, *known)
-        self.has_fraction |= any(isinstance(item, float) and not item.is_integer() for item in known)
-        self.is_count &= known in ([*range(len(known))], [*range(1, len(known) + 1)])
+        if not self.has_fraction:
+            self.has_fraction = any(isinstance(item, float) and not item.is_integer() for item in known)
+        if self.is_count:
+            self.is_count = known in ([*range(len(known))], [*range(1, len(known) + 1)])
         if self.is_mask:
             sampled = [bool(item) for item in numbers]
             self.ones[record] = sum(sampled), sampled.index(True) if True in sampled else len(sampled)
@@ -183,14 +210,14 @@ class TokenColumns:
             paths = [path for path, lists in self._paths.items() if lists.are_logprobs]
             paths.sort(key=lambda path: (bool(_OTHER_MODEL.search(path)), not _LOGPROBS.search(path), path.count(".")))
             for path in paths[:8]:
-                result += islice(self._checked("logprobs", self._with_logprobs(path), field_map), 1)
+                result += islice(self._checked("logprobs", path, self._with_logprobs(path), field_map), 1)
         if "token_ids" in names and not any("token_ids" in each.paths for each in result):
             for path in self._ids()[:MOST_CANDIDATES]:
                 if _IDS.search(path) and not _PROMPT.search(path):
-                    result += self._checked("token_ids", [{"token_ids": path}], field_map)
+                    result += self._checked("token_ids", path, [{"token_ids": path}], field_map)
         if "sampling" in names:
             for path in islice(self._temperatures, MOST_CANDIDATES):
-                result += self._checked("temperature", [{"temperature": path}], field_map)
+                result += self._checked("temperature", path, [{"temperature": path}], field_map)
         return result
 
     def _ids(self) -> list[str]:
@@ -218,16 +245,26 @@ class TokenColumns:
                 yield {"logprobs": path, "token_ids": name}
                 yield {"logprobs": path, "token_ids": name, **prompt}
 
-    def _checked(self, name: str, choices: Iterable[dict[str, str]], field_map: FieldMap) -> Iterator[TokenLists]:
-        """Yield the sets of paths that can be read, and that give turns a value of `name` that they do not have."""
+    def _checked(
+        self, name: str, path: str, choices: Iterable[dict[str, str]], field_map: FieldMap
+    ) -> Iterator[TokenLists]:
+        """Yield the sets of paths that can be read, and that give turns a value of `name` that they do not have.
+
+        Args:
+            name: the field of `FieldMap` whose values are counted.
+            path: its path in each of the sets.
+            choices: sets of paths.
+            field_map: fields that are set.
+        """
+        indices = self._temperatures[path] if name == "temperature" else self._paths[path].lengths.keys()
+        records = [record for index, record in self._samples if index in indices][:TRIED]
+        before: int | None = None  # Number of values without the paths, counted only if it is needed.
         for paths in choices:
-            path = paths[name]
-            indices = self._temperatures[path] if name == "temperature" else self._paths[path].lengths.keys()
-            records = [record for index, record in self._samples if index in indices][:TRIED]
-            before, after = (_turns(records, {**field_map.paths(), **flags}) for flags in ({}, paths))
+            after = _turns(records, {**field_map.paths(), **paths})
             if after is None or not all(map(_is_complete, after)):
                 continue
-            if before is None or _count(after, name) > _count(before, name):
+            before = _count(_turns(records, field_map.paths()), name) if before is None else before
+            if _count(after, name) > before:
                 yield TokenLists(paths, self._evidence(name, paths, after, len(indices)), len(indices))
 
     def _evidence(self, name: str, paths: Mapping[str, str], turns: list[Any], count: int) -> str:
@@ -270,8 +307,9 @@ def _turns(records: list[Any], paths: Mapping[str, str]) -> list[Any] | None:
         return None
 
 
-def _count(turns: list[Any], name: str) -> int:
-    return sum(getattr(turn, name) is not None for turn in turns)
+def _count(turns: list[Any] | None, name: str) -> int:
+    """Return the number of turns that have a value; -1 if the turns cannot be read."""
+    return -1 if turns is None else sum(getattr(turn, name) is not None for turn in turns)
 
 
 def _is_complete(turn: Any) -> bool:

@@ -1,10 +1,9 @@
 """Look up dotted paths in records, and convert values to rewards, versions and kinds."""
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
@@ -122,8 +121,10 @@ def parse_json_string(value: Any) -> Any:
     ({'a': 1}, '{x')
     """
     if isinstance(value, str) and value[:1] in ("{", "["):
-        with contextlib.suppress(ValueError, RecursionError):
+        try:
             return json.loads(value)
+        except (ValueError, RecursionError):
+            pass
     return value
 
 
@@ -139,27 +140,49 @@ def scores_by_name(record: Any) -> dict[str, Any] | None:
     """
     scores: dict[str, Any] = {}
     for entry in record if isinstance(record, list) else ():
-        if not isinstance(entry, Mapping):
+        if not isinstance(entry, (dict, Mapping)):
             return None
         feedback = entry.get("feedback")
         fields = {**entry, **feedback} if isinstance(feedback, Mapping) else entry
-        name = next((fields[key] for key in _NAMES if isinstance(fields.get(key), str)), None)
-        value = next((fields[key] for key in _VALUES if isinstance(fields.get(key), (str, int, float))), None)
-        if name and name.isdecimal():
+        name = _first_of(fields, _NAMES, str)
+        if not name:
+            continue
+        if name.isdecimal():
             return None
-        if name and value is not None and fields.get("valid", True):
+        value = _first_of(fields, _VALUES, (str, int, float))
+        if value is not None and fields.get("valid", True):
             scores[name] = value
     return scores or None
 
 
-def leaves(record: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def _first_of(fields: Mapping[str, Any], names: Iterable[str], types: type | tuple[type, ...]) -> Any:
+    """Return the first of the fields with these names that has one of the types; None without one."""
+    for name in names:
+        if isinstance(value := fields.get(name), types):
+            return value
+    return None
+
+
+def leaves(record: Any) -> Iterator[tuple[str, Any]]:
     """Yield (path, value) of the leaves of a record. Lists are not searched, except lists of scores."""
-    node = scores_by_name(record) or record
-    if isinstance(node, Mapping) and depth < DEEPEST:
-        for key, value in node.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key), depth + 1)
-    elif not isinstance(record, (Mapping, list)) and prefix:
-        yield prefix, record
+    stack = [iter((("", record),))]
+    while stack:
+        for path, value in stack[-1]:
+            if isinstance(value, list):
+                value = scores_by_name(value)
+            elif not isinstance(value, (dict, Mapping)):
+                if path:
+                    yield path, value
+                continue
+            if value and len(stack) <= DEEPEST:
+                stack.append(_children(path, value))
+                break
+        else:
+            stack.pop()
+
+
+def _children(path: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{path}.{key}" if path else str(key), item) for key, item in value.items())
 
 
 def number(value: Any) -> float | None:

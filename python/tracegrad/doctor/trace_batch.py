@@ -99,9 +99,10 @@ SAMPLING_REQUEST_KEYS = {"model", "temperature", "top_p", "max_tokens", "max_com
 """Keys of a request: an object has sampling options if it has one of them."""
 _NAMES = [name for name in NEUTRAL_VALUES if name != "top_p"]  # top_p and temperature are columns
 RESHAPING = re.compile(
-    rb'"(?:%s)"\s*:(?!\s*(?:null|false|-?[01](?:\.0)?)\s*[,}])|"(?:%s)"\s*:\s*0(?:\.0)?\s*[,}]|'
-    rb'"(?:%s)"\s*:\s*-?1(?:\.0)?\s*[,}]|'
-    rb'"(?:%s)"\s*:(?!\s*(?:null|false|""|\[\]|\{\}|"auto"|"none")\s*[,}])|"strict"\s*:\s*true'
+    rb'"(?=[a-z])(?!(?:token|logprob|bytes|top_logprobs)")(?:'  # Most keys are these, and no names of options.
+    rb'(?:%s)"\s*:(?!\s*(?:null|false|-?[01](?:\.0)?)\s*[,}])|(?:%s)"\s*:\s*0(?:\.0)?\s*[,}]|'
+    rb'(?:%s)"\s*:\s*-?1(?:\.0)?\s*[,}]|'
+    rb'(?:%s)"\s*:(?!\s*(?:null|false|""|\[\]|\{\}|"auto"|"none")\s*[,}])|strict"\s*:\s*true)'
     % tuple(
         "|".join(names).encode()
         for names in (

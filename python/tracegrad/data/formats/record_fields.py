@@ -6,6 +6,7 @@ A check that fails raises `BadValueError`; the reader then counts a bad record, 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.data import json_path
@@ -31,22 +32,30 @@ class FileGroup(str):
     """Name of a group that only records of the same file have. The reader adds the file's name."""
 
 
+@dataclass
+class Form:
+    """The form of records that a block of code reads."""
+
+    name: str
+
+
 @contextmanager
-def refuse_on_error(name: str) -> Iterator[None]:
+def refuse_on_error(name: str) -> Iterator[Form]:
     """Refuse the record if the code in the `with` block fails because of a value in it.
 
     Args:
-        name: name of the form, for the message.
+        name: name of the form, for the message. The block may change it.
 
     Raises:
         BadValueError: instead of the exceptions that Python raises for values of a wrong type.
     """
+    form = Form(name)
     try:
-        yield
+        yield form
     except (BadValueError, TracegradError):
         raise
     except _WRONG as error:
-        problem = f"it cannot be read as {name}: {type(error).__name__}: {str(error)[:120]}"
+        problem = f"it cannot be read as {form.name}: {type(error).__name__}: {str(error)[:120]}"
         raise BadValueError((problem, "A value in it is none that this form has there", _FIX)) from error
 
 

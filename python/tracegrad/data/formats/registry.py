@@ -157,7 +157,7 @@ def convert_first_match(record: Any) -> Conversion | None:
     Raises:
         BadValueError: if a value in the record has the wrong type for its form.
     """
-    with record_fields.refuse_on_error("any form"):
+    with record_fields.refuse_on_error("any form") as form:
         if isinstance(record, Mapping) and (parsed := chat.with_parsed_messages(record)) is not record:
             return convert_first_match(parsed) or Conversion("messages_as_text", [dict(parsed)])
         standing = None
@@ -168,8 +168,9 @@ def convert_first_match(record: Any) -> Conversion | None:
                 break
             if standing in (OPEN, ALONE) and not each.finds_separate_answer:
                 continue
-            with record_fields.refuse_on_error(each.name):
-                made = each.adapt(record)
+            form.name = each.name
+            made = each.adapt(record)
+            form.name = "any form"
             if made is not None:
                 of_talk = bool(made) and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
