@@ -4,6 +4,7 @@ import html
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from tracegrad.errors import escape_terminal
 
@@ -33,15 +34,16 @@ def visible(data: bytes) -> str:
     ('é&lt;', '<i>F0·9F</i>', '<i>00</i>')
     """
     out: list[str] = []
-    for char in data.decode("utf-8", "surrogateescape"):
-        if char in _SHOWN_AS:
-            out.append(_SHOWN_AS[char])
-        elif "\udc80" <= char <= "\udcff":
-            _add_code(out, f"{ord(char) - 0xDC00:02X}")
-        elif unicodedata.category(char) in _HIDDEN:
-            _add_code(out, f"{ord(char):02X}" if ord(char) < 0x80 else f"U+{ord(char):04X}")
-        else:
-            out.append(escape(char))
+    for is_printable, run in groupby(data.decode("utf-8", "surrogateescape"), str.isprintable):
+        for char in ["".join(run)] if is_printable else run:
+            if char in _SHOWN_AS:
+                out.append(_SHOWN_AS[char])
+            elif "\udc80" <= char <= "\udcff":
+                _add_code(out, f"{ord(char) - 0xDC00:02X}")
+            elif not is_printable and unicodedata.category(char) in _HIDDEN:
+                _add_code(out, f"{ord(char):02X}" if ord(char) < 0x80 else f"U+{ord(char):04X}")
+            else:
+                out.append(escape(char))
     return "".join(out).replace("://", "&#58;//")
 
 
@@ -71,6 +73,8 @@ def percent(share: float) -> str:
 
 def _plain(text: str) -> str:
     """Return the text with every hidden character replaced by its code point."""
+    if text.isprintable():  # which no hidden character is
+        return text
     unchanged = {"\n": "\n", "\t": "\t"}
     characters = ((char, unicodedata.category(char) in _HIDDEN) for char in text)
     return "".join(unchanged.get(char, f"[U+{ord(char):04X}]") if is_hidden else char for char, is_hidden in characters)

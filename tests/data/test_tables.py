@@ -1,6 +1,5 @@
 """Arrow tables, Parquet files and datasets: the same traces as the same rows written as JSONL."""
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,15 +45,21 @@ def same(left, right):
         np.testing.assert_array_equal(one, other)
 
 
+def dataset(rows):
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
 @pytest.mark.parametrize(
     "table",
     [
         lambda: pa.Table.from_pylist(ROWS),
         lambda: pa.Table.from_pylist([ROWS[0], *ROWS]).slice(1),
         lambda: pa.Table.from_pylist(ROWS).combine_chunks().to_batches()[0],
-        lambda: datasets.Dataset.from_list(ROWS),
-        lambda: datasets.Dataset.from_list([ROWS[0], *reversed(ROWS)]).select([3, 2, 1]),
-        lambda: datasets.Dataset.from_list(ROWS).with_format("torch"),
+        lambda: dataset(ROWS),
+        lambda: dataset([ROWS[0], *reversed(ROWS)]).select([3, 2, 1]),
+        lambda: dataset(ROWS).with_format("torch"),
     ],
     ids=["table", "slice", "batch", "dataset", "selection", "formatted"],
 )

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 from tracegrad import Sequences
 from tracegrad.alignment.penalties import Penalties
@@ -73,6 +72,8 @@ def test_values_and_gradients_are_those_of_the_masked_softmax(over_support, chun
 def test_without_support_it_is_the_function_of_trl():
     logits, labels, _, _ = case(torch.float32)
     logprobs, entropy = logprobs_from_logits(logits, labels, inv_temperature=1 / 0.7)
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
     torch.testing.assert_close(logprobs, selective_log_softmax(logits, labels, temperature=0.7))
     torch.testing.assert_close(entropy, entropy_from_logits(logits / 0.7))
     entropy.sum().backward()

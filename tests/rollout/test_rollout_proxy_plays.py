@@ -3,7 +3,6 @@
 import json
 
 import aiohttp
-import openai
 import pytest
 
 import task as clerk
@@ -16,9 +15,15 @@ from tracegrad.rollout.client import Servers
 from tracegrad.rollout.proxy import Proxy
 
 
+def client_of(policy):
+    import openai
+
+    return openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0)
+
+
 async def agent(task, policy):
     """An agent that only has a base_url."""
-    async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
+    async with client_of(policy) as client:
         messages = task["question"].messages()
         while True:
             answer = await client.chat.completions.create(model="any", messages=messages, tools=list(clerk.TOOLS))
@@ -49,7 +54,7 @@ def test_an_agent_that_only_has_a_base_url_is_played(example):
 
 def test_a_limit_of_turns_holds_at_the_address_too(example):
     async def chatty(task, policy):
-        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.key, max_retries=0) as client:
+        async with client_of(policy) as client:
             while True:
                 await client.chat.completions.create(model="any", messages=QUESTION["messages"])
 
