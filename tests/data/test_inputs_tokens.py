@@ -244,7 +244,8 @@ def test_lists_of_numbers_are_those_without_other_values_and_the_logprobs_of_ent
     }
     paths = {"b": [[1, None], [2]], "c": [[-1]], "d.*.x": [[3]], "e.f": [[4]], "g.*.h": [[True]]}
     assert number_lists(record) == paths
-    assert number_lists([[6], "[7]"]) == {"": [[6]]} and number_lists([{"i": [8]}]) == {"*.i": [[8]]}
+    assert number_lists([[6], "[7]"]) == {"": [[6]]}
+    assert number_lists([{"i": [8]}]) == {"*.i": [[8]]}
 
 
 def test_lists_are_searched_to_a_bound():
