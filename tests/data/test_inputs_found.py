@@ -238,3 +238,51 @@ def test_states_that_other_records_continue_are_joined_by_prefix():
     assert not infer_fields.infer([*states, *answered], names=["session"]).guesses
     # Fewer than half of them are continued.
     assert not infer_fields.infer([*states, continued[0]], names=["session"]).guesses
+
+
+def test_answers_and_their_scores_in_another_file_are_joined_by_the_key_that_is_printed(tmp_path):
+    """8 of evalscope's predictions, and the reviews of the same samples in another order: 5 of them are right."""
+    folder = Path(__file__).parent / "strangers" / "evalscope"
+    found = infer_fields.infer(folder, names=["reward", "session", "logprobs"])
+    flags = found.flags(["reward", "session", "logprobs"])
+    assert flags[2:4] == ["--map.session", "index"]
+    told = dict(zip([each.removeprefix("--map.") for each in flags[::2]], flags[1::2], strict=True))
+    for source in (folder, sorted(folder.glob("*/*"), reverse=True)):
+        traces = tg.read(source, map=told)
+        assert (len(traces), traces.reward.sum(), traces.read_report.bad) == (8, 5.0, 0)
+        assert [len(trace.generations) for trace in traces] == [1] * 8
+        assert sum(len(trace.generations[0].logprobs) for trace in traces) == 198
+    # The whole object of scores.
+    traces = tg.read(folder, map={**told, "reward": "sample_score.score.value"})
+    assert sorted(trace.rewards["acc"] for trace in traces) == [0.0] * 3 + [1.0] * 5
+
+    def asked(at, answer="b", **fields):
+        return {"messages": [user(f"{at}?"), {"role": "assistant", "content": answer}], **fields}
+
+    def sessions(**files):
+        return [
+            each.flags()[1]
+            for each in infer_fields.infer(
+                [written(tmp_path / f"{name}.jsonl", rows) for name, rows in files.items()]
+            ).of("session")
+        ]
+
+    one = [asked(at, n=at, model="m", half=at / 2) for at in range(4)]
+    two = [asked(at, n=at, model="m", half=at / 2, score=at) for at in range(4)]
+    assert sessions(a=one, b=two) == ["n"]
+    assert sessions(a=one, b=[asked(at, n=3 - at) for at in range(4)]) == []  # Equal values have other messages.
+    assert sessions(a=one, b=[*two[:1], *(asked(at, n=at) for at in range(9, 12))]) == []  # Most have none.
+    assert sessions(a=one, b=[*two, asked(9, n=3)]) == []  # Two of one file have a value.
+    marks = [{"id": at, "score": at % 2, "note": "ok"} for at in range(4)]
+    talks = [asked(at, id=at) for at in range(4)]
+    assert sessions(a=talks, b=marks) == ["id"]
+    assert sessions(a=talks, b=[{**mark, "row_index": 9 - at} for at, mark in enumerate(marks)]) == []
+    nested = [{"id": at, "mark": {"value": {"acc": at % 2}}} for at in range(4)]
+    files = [written(tmp_path / f"{name}.jsonl", rows) for name, rows in (("t", talks), ("m", nested))]
+    traces = tg.read(files, map={"session": "id", "reward": "mark.value"})
+    assert [trace.rewards["acc"] for trace in traces] == [0, 1, 0, 1]
+    with pytest.raises(tg.TracegradError, match=r"TG-(READ-006|FORMAT-044)"):
+        tg.read(files, map={"session": "id"})
+    # Each of a few files gets a share of the first records.
+    many = [asked(at, n=at) for at in range(infer_fields.RECORDS)]
+    assert sessions(a=many, b=many) == ["n"]

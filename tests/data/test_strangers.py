@@ -7,6 +7,7 @@ dumps, written here from the texts beside them.
 
 import gzip
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -43,6 +44,7 @@ SIGNS = {
     "harbor_atif.jsonl.gz": ("24 as atif", "reward is extra.verifier_result.rewards.reward"),
     "inspect_two_marks.eval": ("convert  12 records of inspect_ai", 'trained on is "marks.exact"'),
     "mlflow.jsonl.gz": ("convert  24 records of nested_call", "info.assessments.verdict: a text in 18 of 24 records"),
+    "evalscope": ("16 records are 8 conversations, whose calls share index", "8 traces in 2 groups"),
     "minisweagent": ("records of kept_responses", "reward is info.resolved"),
     "third/openai_calls.jsonl.gz": ("16 traces in 4 groups", "convert  4 records of choices", "reward is judge"),
     "third/litellm.jsonl.gz": (
@@ -92,10 +94,10 @@ def followed(out):
 def walk(path, capsys):
     """From a file to its report; the lines of the run. Each command is printed by the tool but the first.
 
-    They are two, or three where the doctor has to look again with the temperatures that it found.
+    They are two, or three where the doctor has to look again with the temperatures or the keys that it found.
     """
     _, out, _ = typed(f"tracegrad doctor {path} --model {MODEL}", capsys)
-    if followed(out).startswith("tracegrad doctor ") and "--map.sampling" in followed(out):
+    if followed(out).startswith("tracegrad doctor ") and re.search("--map.(sampling|session index)", followed(out)):
         _, out, _ = typed(followed(out), capsys)
     code, out, error = typed(followed(out), capsys)
     assert code == 0, error

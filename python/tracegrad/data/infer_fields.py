@@ -174,12 +174,16 @@ FIELDS = ("reward", "group", "session")
 _ALTERNATIVES = {"sampling": "temperature", "logprobs": "token_ids"}
 """Fields that are suggested in place of another one if nothing is found for that."""
 SHOWN, MOST_WORDS = 3, 8
+MOST_FILES, MOST_KEYS = 8, 64
+"""Most files of which each gets a share of the first records, and most values of a record that may be a key."""
 MOST_CALLS = 64  # Average calls of a conversation. Above that, a key probably names a run.
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
 _TOTAL = re.compile(r"^reward$|overall|\btotal$", re.I)  # Names of the total, if there are several rewards.
 _MIN_ID_LENGTH = 8  # Characters of a string that may be an id under an unusual name.
+_ROW_ID = re.compile(r"(^|_)(id|idx|index|key|uid|uuid)$", re.I)
+"""Names of ids. The only one of a row that has a reward and no call may be that of its conversation."""
 _SESSION_NAME = re.compile(r"session|conversation|thread|dialog|chat", re.I)
 _ORDER = re.compile(r"time|date|created|start|\bts$|step|turn|index|position|seq", re.I)
 _NO_ORDER = re.compile(r"^end|_to_|duration|elapsed|latency|timeout", re.I)
@@ -316,7 +320,8 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     spans = SpanStatistics()
     call_records = other_records = graded_records = 0
     tokens, wants_tokens = TokenColumns(), bool({"logprobs", "token_ids", "sampling"}.intersection(names))
-    for record, roots in _first(source):
+    repeated = RepeatedRecords()
+    for record, roots, place in _first(source):
         if (record_spans := _spans(record)) is not None:
             for kind, span in record_spans:
                 spans.add(kind, span)
@@ -325,7 +330,7 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
                 tokens.add(record, call)
             continue
         converted = _converted(record, roots)
-        is_graded = is_reward_row(record)
+        is_graded = is_reward_row(record, field_map.reward)
         if is_graded or (converted == [] and isinstance(record, dict)):
             other_records += 1
             graded_records += is_graded
@@ -335,19 +340,22 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
             continue
         call_records += len(converted)
         calls.add(record, converted)
+        if "session" in names:
+            repeated.add(place, record, converted)
         if wants_tokens:
             tokens.add(record, {**converted[0], **(record if isinstance(record, dict) else {})})
         for times, place, part in _parts(record, converted):
             _count(columns, part, times, names, place)
         if call_records >= RECORDS:
             break
-    sessions = list(_sessions(columns, call_records, calls))
+    copies = list(repeated.candidates())
+    sessions = [*_sessions(columns, call_records, calls), *copies]
     other_rewards = list(
         _rewards_of_other_records(
             other_columns, other_records, columns, linked, sessions, graded_records == other_records
         )
     )
-    joined = calls.joined + bool(other_rewards)
+    joined = calls.joined + bool(other_rewards) + bool(copies)
     keys = sorted(
         (each for each in (*sessions, *other_rewards) if each.field == "session"), key=lambda each: -each.rank
     )
@@ -369,6 +377,50 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     return Candidates(
         call_records, tuple(guesses), joined, tuple(_labels(columns, call_records)) if "reward" in names else ()
     )
+
+
+class RepeatedRecords:
+    """Finds keys by which records of several files with equal messages can be joined, such as answers and their scores.
+
+    Each file has a value of such a key at most once, and all records with one value have the same messages.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, list[tuple[bytes, dict[str, str]]]] = {}
+
+    def add(self, place: int, record: Any, made: Sequence[Any]) -> None:
+        """Add the record of a file. Records that were converted to several are left out."""
+        if len(made) != 1:
+            return
+        end = None
+        if calls := calls_of(made[0]):
+            end = prefix_hashes(calls[-1])[1]
+        elif is_text_state(made[0]):
+            end = prefix_hashes({"request": made[0]})[0][-1]
+        if end is None:
+            return
+        fields = without_conversation({**(record if isinstance(record, dict) else {}), **made[0]})
+        leaves = itertools.islice(json_path.leaves(fields), MOST_KEYS)
+        keys = {path: str(value) for path, value in leaves if type(value) in (int, str) and len(str(value)) <= 100}
+        self._files.setdefault(place, []).append((end, keys))
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield the session guess of the first such key that at least half of the records of two files share."""
+        paths = {path: None for rows in self._files.values() for _, keys in rows for path in keys}
+        for path in paths if len(self._files) > 1 else ():
+            messages: dict[str, bytes] = {}
+            shared = 0
+            for rows in self._files.values():
+                values = [(keys[path], end) for end, keys in rows if path in keys]
+                if len(dict(values)) < len(values) or any(messages.get(value, end) != end for value, end in values):
+                    break
+                shared += sum(value in messages for value, _ in values)
+                messages |= dict(values)
+            else:
+                if 2 * shared >= min(map(len, self._files.values())) and shared:
+                    evidence = f'{shared:,} records repeat the messages of another file and have the same "{path}"'
+                    yield Candidate("session", path, evidence, 3.0)
+                    return
 
 
 def _spans(record: Any) -> list[tuple[str, dict[str, Any]]] | None:
@@ -467,10 +519,12 @@ def _count(
 def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     """Store the possible session keys of a record that has a reward and no call."""
     leaves = list(itertools.islice(json_path.leaves(record), json_path.MAX_LEAVES))
+    ids = [path for path, _ in leaves if _ROW_ID.search(path.rpartition(".")[2])]
     if any(json_path.REWARD.search(path) and json_path.reward_value(value) is not None for path, value in leaves):
         for path, value in leaves:
             is_session = SESSION.search(path.rpartition(".")[2])
-            if value is not None and (is_session or (isinstance(value, str) and len(value) >= _MIN_ID_LENGTH)):
+            is_long = isinstance(value, str) and len(value) >= _MIN_ID_LENGTH
+            if value is not None and (is_session or is_long or ids == [path]):
                 linked.setdefault(path, set()).add(count_key(value))
 
 
@@ -564,29 +618,43 @@ def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, 
         yield 1, place, chat.without({**original, **each}, *shared)
 
 
-def _first(source: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield the first records, parsed, with the result of `only_roots` for their source.
+def _first(source: Any) -> Iterator[tuple[Any, bool, int]]:
+    """Yield the first records, parsed, with the result of `only_roots` for their source, and the number of that source.
 
-    Lines of a batch come last, and answers have their requests if both are among the first lines of their files.
+    Of a few files, each gets an equal share. Lines of a batch come last, and answers have their requests if both are
+    among the first lines of their files.
     """
     byte_count = count = 0
     joined = Batches([])
-    for opened_source in _opened(source, sources.Options(on_error="skip")):
+    opened = enumerate(_opened(source, sources.Options(on_error="skip")))
+    shares = _file_count(source)
+    for number, opened_source in opened:
+        file_bytes = 0
         with contextlib.suppress(TracegradError):  # The reader reports errors.
             roots = only_roots(opened_source.head())
             raws = (raw for chunk in opened_source.records() for _, raw in chunk)
-            for raw in itertools.islice(raws, RECORDS):
-                record, byte_count = parse_record(raw), byte_count + len(raw)
+            for raw in itertools.islice(raws, RECORDS // shares):
+                record, byte_count, file_bytes = parse_record(raw), byte_count + len(raw), file_bytes + len(raw)
                 if is_batch_line(record):
                     with contextlib.suppress(BadValueError):
                         joined.add(0, 0, raw, record)
                 else:
-                    yield record, roots
+                    yield record, roots, number
                     count += 1
                 if count >= RECORDS or byte_count >= BYTES:
                     return
+                if file_bytes >= BYTES // shares:
+                    break
     for line in joined.join():
-        yield parse_record(line.raw), False
+        yield parse_record(line.raw), False, 0
+
+
+def _file_count(source: Any) -> int:
+    """Return the number of input files if they are a few, else 1."""
+    with contextlib.suppress(TracegradError):
+        places, _ = resolve(source)
+        return len(places) if 1 < len(places) <= MOST_FILES else 1
+    return 1
 
 
 def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:

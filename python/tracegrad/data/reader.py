@@ -555,7 +555,7 @@ class InputStream(Iterator[Traces]):
         if (
             converted is None
             and session
-            and formats.is_reward_row(record)
+            and formats.is_reward_row(record, self._field_map.reward)
             and chat.get_path(record, session) is not None
         ):
             converted = []

@@ -210,7 +210,8 @@ def duplicated(stats: DatasetStats) -> Hits:
     "traces",
     wrong=0.2,
     impact="Many samples count twice, because the input has each of them in several records or files.",
-    fix="If files repeat one another, such as predictions and their reviews, name one of them. If each record has all "
+    fix="If files repeat one another, such as predictions and their reviews, pass the key that their records share as "
+    "--map.session PATH, or name one of them. If each record has all "
     "messages so far, pass --map.session prefix. If retries were recorded, keep one of each response id.",
     hides=("duplicated",),
 )

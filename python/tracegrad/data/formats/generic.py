@@ -325,16 +325,19 @@ def of_parent_row(record: Any) -> list[dict[str, Any]] | None:
     return [] if names & _ROW_IDS and (kind in _KINDS_WITHOUT_CALL or is_silent) else None
 
 
-def is_reward_row(record: Any) -> bool:
+def is_reward_row(record: Any, path: str = "") -> bool:
     """Return whether a row contains only the reward of a conversation that is recorded elsewhere.
 
-    Such a row has a reward and no text of a conversation.
+    Such a row has a reward and no text of a conversation. `path` is where a reward is, in addition to the usual names.
     """
     if not isinstance(record, Mapping) or any(map(_may_say, record.values())):
         return False
     if not _CALL_KEYS.isdisjoint(normalize_name(str(key)) for key in record):
         return False
-    rewards = [json_path.reward_value(value) for key, value in record.items() if json_path.REWARD.search(str(key))]
+    values = [value for key, value in record.items() if json_path.REWARD.search(str(key))]
+    mapped = chat.get_path(record, path) if path else None
+    values += mapped.values() if isinstance(mapped, Mapping) else [mapped]
+    rewards = [json_path.reward_value(value) for value in values]
     return any(reward is not None and reward == reward for reward in rewards)
 
 
