@@ -233,6 +233,47 @@ def test_a_temperature_of_each_turn_and_lists_of_joined_calls_stay_with_their_tu
     assert [each.flags() for each in found] == [["--map.temperature", "messages.*.m.temp"]]
 
 
+OPTIONS = {"top_p": 0.9, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("fields", "flags", "sampling"),
+    [
+        ({"params": OPTIONS}, {"sampling": "params"}, (None, 0.9)),
+        ({"meta": {"gen": {"repetition_penalty": 1.1}}}, {"sampling": "meta.gen"}, (None, None)),
+        ({"params": {**OPTIONS, "temp": 0.5}}, {"sampling": "params", "temperature": "params.temp"}, (0.5, 0.9)),
+        ({"params": OPTIONS, "t": {"temp": 0.5}}, {"sampling": "params", "temperature": "t.temp"}, (0.5, 0.9)),
+        ({"params": {**OPTIONS, "temperature": 0.5}}, {"sampling": "params"}, (0.5, 0.9)),
+        # An object with the temperature comes before one without it.
+        ({"a": {"min_p": 0.1}, "b": {"temperature": 0.5, "top_p": 0.8}}, {"sampling": "b"}, (0.5, 0.8)),
+        ({"search": {"top_k": 5, "seed": 1, "n": 1}}, {}, (None, None)),
+        ({"config": {"seed": 1}}, {}, (None, None)),
+        ({"params": {"top_p": "high"}}, {}, (None, None)),
+        ({"params": {"min_p": "high"}}, {}, (None, None)),
+        ({"params": {"top_p": 9.5}}, {}, (None, None)),
+        ({"settings": [{"name": "top_p", "value": 0.9}]}, {}, (None, None)),  # The reader refuses a list.
+        ({**OPTIONS, "params": OPTIONS}, {}, (None, 0.9)),
+    ],
+)
+def test_sampling_options_without_a_temperature_are_offered_if_they_can_be_read(fields, flags, sampling):
+    record = {"messages": [user("a"), {**said("b"), "token_ids": [5, 2], "logprobs": [-0.5, -0.25]}], **fields}
+    guesses = infer_fields.infer([record] * 2, names=["sampling"])
+    paths = [each.path for each in guesses.of("sampling")]
+    assert len(paths) == len({*paths})
+    assert guesses.flags(["sampling"]) == [part for name, path in flags.items() for part in (f"--map.{name}", path)]
+    [trace] = tg.read([record], map=flags)
+    [turn] = trace.generations
+    assert (turn.temperature, turn.top_p and round(turn.top_p, 6)) == sampling
+
+
+def test_the_evidence_of_sampling_options_is_counted():
+    records = [*[{"messages": TALK}] * infer_tokens.TRIED, {"messages": TALK, "params": OPTIONS}]
+    assert infer_fields.infer(records, names=["sampling"]).lines(["sampling"]) == [
+        'guess    1 of 17 records have top_p, top_k in "params", without a temperature: --map.sampling params'
+    ]
+    assert not infer_fields.infer(records, names=["group"]).of("sampling")
+
+
 def test_lists_of_numbers_are_those_without_other_values_and_the_logprobs_of_entries():
     record = {
         "a": [None],
@@ -291,6 +332,25 @@ def test_the_printed_commands_go_from_unknown_names_to_every_token(tmp_path, cap
     found = json.loads(capsys.readouterr().out)
     assert (found["trained_tokens"], found["verdict"], found["found"]) == (count, "clean", [])
     assert "--text-only" not in found["next"]
+
+
+def test_the_printed_command_reads_sampling_options_without_a_temperature_once(tmp_path, capsys):
+    records = []
+    for row in rows():
+        question, answer = row["messages"]
+        meta = answer.pop("meta")
+        answer |= {"token_ids": meta["toks"], "logprobs": meta["lp"]}
+        params = {"params": {"top_p": 1.0, "top_k": -1}, "logprob_kind": "raw"}
+        records.append({**row, "messages": [question, answer], **params})
+    path = written(tmp_path / "t.jsonl", records)
+    words, printed = ["doctor", str(path), "--model", str(MODEL)], []
+    for _ in range(2):
+        main([*words, "--json"])
+        printed.append(json.loads(capsys.readouterr().out))
+        words = shlex.split(printed[-1]["next"])[1:]
+    assert printed[0]["next"].endswith("--map.sampling params")
+    assert [words[0], *printed[1]["found"]] == ["train"]
+    assert words[words.index("--map.sampling") :][:2] == ["--map.sampling", "params"]
 
 
 def test_no_logprobs_is_said_only_of_a_record_without_such_a_list(tmp_path, capsys):

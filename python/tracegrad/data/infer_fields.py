@@ -180,6 +180,11 @@ MOST_CALLS = 64  # Average calls of a conversation. Above that, a key probably n
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
+_NOT_ONLY_OF_SAMPLING = {
+    *("top_k", "topK", "top-k", "best_of", "bestOf", "min_tokens", "min_new_tokens", "num_beams"),
+    *("beam_search", "use_beam_search", "watermark", "bad_words", "mirostat", "top_a"),
+}
+"""Names of sampling options that other objects have too, such as the top_k of a search."""
 _TOTAL = re.compile(r"^reward$|overall|\btotal$", re.I)  # Names of the total, if there are several rewards.
 _MIN_ID_LENGTH = 8  # Characters of a string that may be an id under an unusual name.
 _ROW_ID = re.compile(r"(^|_)(id|idx|index|key|uid|uuid)$", re.I)
@@ -370,6 +375,9 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     for lists in tokens.find(field_map, names):
         (name, path), *also = lists.paths.items()
         candidates.append(Candidate(name, path, lists.evidence, lists.records / tokens.records, tuple(also)))
+    if "sampling" in names:
+        guesses_of_options = _sampling_options(columns, call_records, candidates)
+        candidates += [each for each in guesses_of_options if tokens.sampling_is_readable(each.path, field_map)]
     candidates += spans.candidates(field_map.session)
     call_records, joined = call_records + spans.calls.calls, joined + spans.continued
     fields = {*names, *(_ALTERNATIVES[name] for name in names if name in _ALTERNATIVES)}
@@ -581,11 +589,11 @@ def _rewards_of_other_records(
 
 
 def _may_be_wanted(path: str, wanted: Sequence[str]) -> bool:
-    """Return whether the last key of a path may name a group, a session, an order or a temperature in `wanted`."""
+    """Return whether the last key of a path may name a group, a session, an order or a sampling option in `wanted`."""
     last = path.rpartition(".")[2]
     is_session_or_order = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
-    is_temperature = "sampling" in wanted and TEMPERATURE.search(last)
-    return bool(is_session_or_order or is_temperature or ("group" in wanted and _GROUP.search(last)))
+    is_sampling = "sampling" in wanted and (TEMPERATURE.search(last) or last in chat.SAMPLING)
+    return bool(is_session_or_order or is_sampling or ("group" in wanted and _GROUP.search(last)))
 
 
 def _converted(record: Any, roots: bool) -> list[dict[str, Any]] | None:
@@ -770,6 +778,29 @@ def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate
         )
         field_and_path = ("sampling", parent) if last == "temperature" and parent else ("temperature", path)
         yield Candidate(*field_and_path, evidence, column.count / count - 0.1 * path.count("."))
+
+
+def _sampling_options(columns: dict[str, _Column], count: int, candidates: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield guesses for objects of sampling options without a temperature.
+
+    The temperature stays unknown, unless one of the candidates has it: it then belongs to the guess.
+    """
+    known = {each.path for each in candidates if each.field == "sampling"}
+    temperatures = sorted((each for each in candidates if each.field == "temperature"), key=lambda each: -each.rank)
+    also = tuple(("temperature", each.path) for each in temperatures[:1])
+    options: dict[str, dict[str, _Column]] = {}
+    for path, column in columns.items():
+        parent, _, last = path.rpartition(".")
+        is_usable = column.numbers == column.count and (last != "top_p" or 0 <= column.low <= column.high <= 1)
+        if parent and parent not in known and last in chat.SAMPLING[1:] and is_usable:
+            options.setdefault(parent, {})[last] = column
+    for parent, named in options.items():
+        are_read = all(name in columns and columns[name].count >= column.count for name, column in named.items())
+        if are_read or named.keys() <= _NOT_ONLY_OF_SAMPLING:
+            continue
+        present = max(column.count for column in named.values())
+        evidence = f'{present:,} of {count:,} records have {", ".join(named)} in "{parent}", without a temperature'
+        yield Candidate("sampling", parent, evidence, present / count - 0.1 * parent.count(".") - 0.5, also)
 
 
 def _sessions(columns: dict[str, _Column], count: int, calls: CallStatistics) -> Iterator[Candidate]:

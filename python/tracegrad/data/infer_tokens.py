@@ -220,6 +220,11 @@ class TokenColumns:
                 result += self._checked("temperature", path, [{"temperature": path}], field_map)
         return result
 
+    def sampling_is_readable(self, path: str, field_map: FieldMap) -> bool:
+        """Return whether records that have a value at `path` can be read with it as that of their sampling options."""
+        records = [record for _, record in self._samples if _has(record, path)][:TRIED]
+        return bool(_turns(records, {**field_map.paths(), "sampling": path}))
+
     def _ids(self) -> list[str]:
         paths = [path for path, lists in self._paths.items() if lists.are_ids]
         return sorted(paths, key=lambda path: (not _IDS.search(path), bool(_PROMPT.search(path)), path.count(".")))
@@ -291,6 +296,14 @@ def _temperatures(record: Mapping[str, Any]) -> set[str]:
         for path, value in islice(json_path.leaves(item), MOST_NODES)
         if TEMPERATURE.search(path) and json_path.number(value) is not None
     }
+
+
+def _has(record: Any, path: str) -> bool:
+    try:
+        json_path.get(record, path)
+    except json_path.Missing:
+        return False
+    return True
 
 
 def _items(record: Mapping[str, Any], key: str) -> list[Any]:
