@@ -5,10 +5,9 @@ import hashlib
 import json
 import os
 import pickle
+import signal
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,10 +26,11 @@ from logs_without_logprobs import (
     without_logprobs,
     write_records,
 )
+from tracegrad.cli import main
 from tracegrad.data.codes import FILLED
 from tracegrad.data.sampling import options_on
 from tracegrad.errors import ArgumentError, FormatError
-from tracegrad.missing_logprobs import CheckpointRefused, fill, fill_file
+from tracegrad.missing_logprobs import CheckpointRefused, fill, fill_file, model_scorer
 from tracegrad.missing_logprobs.generations import REASONS
 
 TEMPERATURE, GREEDY, OPTIONS, RAW_PART, VERSION, RENDERED, LOSSY, SEGMENTATION, NOT_LISTED, EXCLUDED, _ = REASONS
@@ -39,6 +39,22 @@ TEMPERATURE, GREEDY, OPTIONS, RAW_PART, VERSION, RENDERED, LOSSY, SEGMENTATION, 
 @pytest.fixture(scope="module")
 def model(example):
     return example / "model"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loads_once():
+    """Load each model, and verify its forward modes, once. tests/cli/test_fill_command.py loads as a command does."""
+    kept, load_model = {}, model_scorer.load_model
+
+    def load(folder):
+        key = (folder, *(file.stat().st_mtime_ns for file in sorted(folder.iterdir())))
+        if key not in kept:
+            kept[key] = load_model(folder)
+        return kept[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_scorer, "load_model", load)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -505,26 +521,23 @@ def test_invalid_arguments_and_records(model, tmp_path):
         fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True, temperature=1.0)
 
 
-TWO_RANKS = """
-import os, sys
-from transformers.models.qwen3 import modeling_qwen3
-from tracegrad.cli import main
-from tracegrad.missing_logprobs import model_scorer
-children = []
-for rank in range(2):
-    child = os.fork()
-    if child == 0:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        code = main(sys.argv[1:])
+def forked(words, rank, said):
+    """Run a command in a child of this process as one of two ranks, and return its process id. It prints to files."""
+    if child := os.fork():
+        return child
+    code = 70
+    try:
+        signal.alarm(300)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        sys.stdout, sys.stderr = said.open("w"), said.with_suffix(".err").open("w")
+        code = main(words)
         sys.stdout.flush()
+    finally:
         os._exit(code)
-    children.append(child)
-sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
-"""
-"""Runs a command in two processes with the variables that torchrun sets; both share the imports."""
 
 
-def test_two_processes_write_the_same_file(records, model, tmp_path):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
+def test_two_processes_write_the_same_file(records, model, tmp_path, monkeypatch):
     some = write_records(tmp_path / "in.jsonl", map(without_logprobs, records[:4]))
     fill(some, model, out=tmp_path / "one.jsonl", accept_undecided=True)
     with socket.socket() as free:
@@ -532,17 +545,20 @@ def test_two_processes_write_the_same_file(records, model, tmp_path):
         port = free.getsockname()[1]
     words = ["fill", some, "--model", model, "--out", tmp_path / "two.jsonl", "--accept-undecided", "--json"]
     words += ["--compare-with", model]
-    environment = {**os.environ, "PYTHONPATH": str(Path(tg.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", TWO_RANKS, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    outputs = [tmp_path.with_name(f"{tmp_path.name}-{rank}") for rank in range(2)]
+    children = [forked([str(word) for word in words], rank, said) for rank, said in enumerate(outputs)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    said = [path.read_text() for path in outputs]
+    assert codes == [0, 0], (said, [path.with_suffix(".err").read_text() for path in outputs])
     one, two = calls_of(tmp_path / "one.jsonl"), calls_of(tmp_path / "two.jsonl")
     assert [[call["ids"] for call in calls] for calls in one] == [[call["ids"] for call in calls] for calls in two]
     for calls, others in zip(one, two, strict=True):
         for call, other in zip(calls, others, strict=True):
             np.testing.assert_allclose(call["logprobs"], other["logprobs"], atol=5e-6)
-    report = json.loads(done.stdout)  # one object, of the first rank
+    assert said[1] == ""
+    report = json.loads(said[0])  # one object, of the first rank
     assert report["filled"] == report["tokens"] == sum(len(entries_of(record)) for record in records[:4])
     assert report["test"]["comparisons"] == {str(model): pytest.approx(0, abs=1e-3)}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "one.jsonl", "two.jsonl"]
