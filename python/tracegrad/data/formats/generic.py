@@ -228,10 +228,10 @@ def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], de
         for name, each in value.items():
             if not _EXPECTED.search(str(name)):
                 _into(matches, key, each, value, depth + 1)
-        if _is_message(value) and _role(value) == "assistant" and len(matches.responses) == before:
+        if is_message(value) and _role(value) == "assistant" and len(matches.responses) == before:
             matches.answers.append((key, value, parent))
     elif isinstance(value, list) and value:
-        if all(map(_is_message, value)):
+        if all(map(is_message, value)):
             if len(value) == 1 and _role(value[0]) == "assistant":
                 matches.answers.append((key, value[0], parent))
             else:
@@ -253,10 +253,10 @@ def _is_response(value: Any) -> bool:
 
 def _is_choice(value: Any) -> bool:
     content = chat.as_mapping(value).get("message")
-    return _is_message(content) and _role(content) == "assistant"
+    return is_message(content) and _role(content) == "assistant"
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
     if langchain.is_message(value):
         return True
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):

@@ -97,6 +97,8 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
         prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{extra_input}"}]
     prompt = chat.with_system_prompt(record.get("system"), prompt)
     turns = messages_of(record[answer_key], "assistant")
+    if len(turns) > len(prompt) and chat.prompt_key(turns[: len(prompt)]) == chat.prompt_key(prompt):
+        turns = turns[len(prompt) :]  # The output of a graph repeats its input.
     turns = [{**turn, "content": langchain.text_of(turn["content"])} if "content" in turn else turn for turn in turns]
     other_fields = chat.without(
         record, prompt_key, answer_key, "system", "input" if prompt_key == "instruction" else prompt_key
