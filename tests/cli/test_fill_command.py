@@ -43,6 +43,7 @@ def test_the_report_is_one_json_object_and_its_next_command_works(example, log, 
     printed = output_of(capsys, "fill", log, "--model", example / "model", "--out", out, "--json")
     report = json.loads(printed.out)
     assert (report["file"], report["test"]["verdict"], report["conversations"]) == (str(out), "accepted", 24)
+    assert (report["filled_conversations"], report["unfilled"]) == (23, {"no sampled token that training can use": 1})
     assert report["filled"] == report["tokens"] > 500
     program, *words = shlex.split(report["next"])
     assert program == "tracegrad"
@@ -56,7 +57,8 @@ def test_the_report_is_lines_for_a_terminal(example, log, tmp_path, capsys):
     text = output_of(capsys, "fill", log, "--model", example / "model", "--out", out, "--accept-undecided").out
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert lines["test"].startswith("accepted: ")
-    assert lines["filled"].startswith("760 of 760 tokens")
+    assert lines["filled"].startswith("760 of 760 tokens without a recorded logprob, in 23 of 24 conversations")
+    assert lines["unfilled"] == "1 conversations: no sampled token that training can use"
     assert lines["file"] == str(out)
     assert lines["next"].startswith("tracegrad doctor ")
 

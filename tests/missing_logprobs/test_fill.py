@@ -105,6 +105,8 @@ def test_the_filled_logprobs_are_those_that_were_recorded(records, filled, token
     tokens = int(recorded.trainable.sum())
     assert (report.conversations, report.tokens, report.recorded, report.filled) == (32, tokens, 0, tokens)
     assert (report.unknown, report.skipped) == ({}, 0)
+    assert report.filled_conversations == sum(map(bool, calls_of(filled[1]))) == 31
+    assert report.unfilled == {"no sampled token that training can use": 1}
     assert (report.test.verdict, report.test.tokens, report.test.recorded) == ("accepted", tokens, 0)
     assert json.loads(json.dumps(report.as_dict()))["test"]["verdict"] == "accepted"
 
@@ -159,6 +161,7 @@ def test_a_log_with_all_logprobs_is_copied(records, model, tmp_path):
     report = fill(source, model, out=tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == source.read_bytes()
     assert (report.test, report.filled, report.recorded) == (None, 0, report.tokens)
+    assert (report.filled_conversations, report.unfilled) == (0, {"all tokens have a recorded logprob": 4})
     fill(source, model, out=tmp_path / "out.jsonl.zst")
     assert [trace.record for trace in tg.read(tmp_path / "out.jsonl.zst")] == lines_of(source)
 
@@ -339,6 +342,7 @@ def test_only_one_policy_version_is_measured(records, model, tmp_path):
     report = fill(source, model, out=tmp_path / "out.jsonl", policy_version=1, accept_undecided=True)
     assert [bool(calls) for calls in calls_of(tmp_path / "out.jsonl")] == [False, True] * 3
     assert report.unknown == {VERSION: sum(len(entries_of(record)) for record in some[::2])}
+    assert (report.filled_conversations, report.unfilled) == (3, {"no missing logprob can be measured": 3})
 
 
 def test_conversations_with_equal_ids_and_those_that_cannot_be_aligned(records, filled, model, tmp_path):
@@ -347,7 +351,8 @@ def test_conversations_with_equal_ids_and_those_that_cannot_be_aligned(records, 
         some[number]["template_kwargs"] = {"messages": "of the caller"}
     source = write_records(tmp_path / "in.jsonl", some)
     report = fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True)
-    assert (report.skipped, report.conversations) == (2, 5)
+    assert (report.skipped, report.filled_conversations, report.conversations) == (2, 2, 5)
+    assert report.unfilled == {"no sampled token that training can use": 1}
     expected = calls_of(filled[1])[2:7]
     expected[0] = expected[1] = []
     for calls, its in zip(calls_of(tmp_path / "out.jsonl"), expected, strict=True):

@@ -97,6 +97,8 @@ class FillReport:
         test: the test of the checkpoint; None if no token lacks a logprob.
         provenance: of the filled logprobs: model, dtype, engine.
         conversations: number of conversations read.
+        filled_conversations: those with a filled token.
+        unfilled: those without one that can be aligned, by reason.
         tokens: number of sampled tokens that training can use.
         recorded: those with a recorded logprob.
         filled: those whose logprob was measured.
@@ -104,15 +106,19 @@ class FillReport:
         skipped: conversations that cannot be aligned; they are written as they are.
         seconds: wall time of the measurement.
 
-    >>> report = FillReport(conversations=2, tokens=5, recorded=1, filled=3, unknown={"another policy version": 1})
+    >>> report = FillReport(conversations=3, tokens=5, recorded=1, filled=3, unknown={"another policy version": 1})
+    >>> report.filled_conversations, report.unfilled = 2, {"all tokens have a recorded logprob": 1}
     >>> print("\\n".join(report.lines()[1:]))
-    filled   3 of 4 tokens without a recorded logprob, in 2 conversations
+    filled   3 of 4 tokens without a recorded logprob, in 2 of 3 conversations
     unknown  1 tokens: another policy version
+    unfilled 1 conversations: all tokens have a recorded logprob
     """
 
     test: CheckpointTest | None = None
     provenance: dict[str, str] = field(default_factory=dict)
     conversations: int = 0
+    filled_conversations: int = 0
+    unfilled: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     recorded: int = 0
     filled: int = 0
@@ -131,8 +137,10 @@ class FillReport:
         pace = f"{self.filled / self.seconds:,.0f} tokens/s" if self.seconds > 0 else ""
         lines = [f"model    {self.provenance.get('model', '')[:16]}  {self.provenance.get('dtype', '')}"]
         lines += [] if test is None else [f"test     {test.verdict}: {test.reason} (p = {test.p_value:.3g})"]
-        lines += [f"filled   {share}, in {self.conversations:,} conversations  {pace}".rstrip()]
+        conversations = f"{self.filled_conversations:,} of {self.conversations:,} conversations"
+        lines += [f"filled   {share}, in {conversations}  {pace}".rstrip()]
         lines += [f"unknown  {count:,} tokens: {reason}" for reason, count in sorted(self.unknown.items())]
+        lines += [f"unfilled {count:,} conversations: {reason}" for reason, count in sorted(self.unfilled.items())]
         return lines + ([f"skipped  {self.skipped:,} conversations cannot be aligned"] if self.skipped else [])
 
 
@@ -358,7 +366,8 @@ class _Selection:
         recorded: indices of tokens with a recorded logprob of the sampled distribution.
         partly_sampled: indices of the tokens of texts of which only the beginning is known to be sampled.
         unknown: number of tokens without a logprob, by reason.
-        counts: trainable tokens, and those with a recorded logprob.
+        trainable_counts: [R] number of trainable sampled tokens of each aligned trace.
+        recorded_counts: [R] number of those with a recorded logprob.
     """
 
     sequences: Sequences
@@ -369,7 +378,8 @@ class _Selection:
     recorded: NDArray[np.int64]
     partly_sampled: NDArray[np.int64]
     unknown: dict[str, int]
-    counts: tuple[int, int]
+    trainable_counts: NDArray[np.int64]
+    recorded_counts: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -423,7 +433,8 @@ class _Measurement:
             else np.zeros(0, np.int64),
             np.flatnonzero(partly),
             {REASONS[number]: int(count) for number, count in enumerate(unknown) if count},
-            (int(usable.sum()), int((usable & ~missing).sum())),
+            np.bincount(owner[usable], minlength=sequences.traces),
+            np.bincount(owner[usable & ~missing], minlength=sequences.traces),
         )
 
     def _align(self, traces: Traces) -> Sequences:
@@ -463,11 +474,15 @@ class _Measurement:
         for number in np.unique(result.reason[result.reason >= 0]).tolist():
             count = int(np.count_nonzero(result.reason == number))
             report.unknown[REASONS[number]] = report.unknown.get(REASONS[number], 0) + count
-        report.tokens += selection.counts[0]
-        report.recorded += selection.counts[1]
+        report.tokens += int(selection.trainable_counts.sum())
+        report.recorded += int(selection.recorded_counts.sum())
         report.filled += int(np.count_nonzero(~np.isnan(result.over_kept.logprobs)))
         report.skipped += len(traces) - selection.sequences.traces
         calls = _calls(selection, result)
+        report.filled_conversations += len(calls)
+        for row in sorted({*range(selection.sequences.traces)} - calls.keys()):
+            reason = _unfilled_reason(int(selection.trainable_counts[row]), int(selection.recorded_counts[row]))
+            report.unfilled[reason] = report.unfilled.get(reason, 0) + 1
         row_of = {int(row): number for number, row in enumerate(selection.rows)}
         return [
             filled_record(trace, calls.get(row_of.get(number, -1), {}), report.provenance)
@@ -529,6 +544,13 @@ class _Result:
     whole: Predictions
     kept: NDArray[np.int64]
     reason: NDArray[np.int8]
+
+
+def _unfilled_reason(trainable: int, recorded: int) -> str:
+    """Return why a conversation has no filled token, by the number of its trainable tokens and of recorded logprobs."""
+    if trainable == 0:
+        return "no sampled token that training can use"
+    return "all tokens have a recorded logprob" if trainable == recorded else "no missing logprob can be measured"
 
 
 def _calls(selection: _Selection, result: _Result) -> dict[int, dict[int, FilledCall]]:
@@ -682,7 +704,16 @@ class _PartialFile:
 
     def restore(self, report: FillReport) -> None:
         """Set the counts of the conversations that are already in the file."""
-        for name in ("tokens", "recorded", "filled", "unknown", "skipped", "seconds"):
+        for name in (
+            "filled_conversations",
+            "unfilled",
+            "tokens",
+            "recorded",
+            "filled",
+            "unknown",
+            "skipped",
+            "seconds",
+        ):
             if name in self._counts:
                 setattr(report, name, self._counts[name])
 
