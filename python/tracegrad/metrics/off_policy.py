@@ -596,7 +596,8 @@ class OffPolicySums:
 def _values(sums: Sums, rows: Mapping[str, tuple]) -> dict[str, Floats]:
     """Return each metric's value in each cell, for the comparisons that were measured."""
     measured = [part for part in rows if f"{part}.n" in sums and sums[f"{part}.n"].any()]
-    return {row.name: row.value(sums.without_prefix(f"{part}.")) for part in measured for row in rows[part]}
+    by_part = {part: sums.without_prefix(f"{part}.") for part in measured}
+    return {row.name: row.value(part_sums) for part, part_sums in by_part.items() for row in rows[part]}
 
 
 @dataclass(frozen=True)
