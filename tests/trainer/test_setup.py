@@ -17,7 +17,7 @@ from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.packing import pack
-from tracegrad.trainer import train
+from tracegrad.trainer import loop, train
 from tracegrad.trainer.setup import check_media, check_vocabulary, device_of, row_padding
 from tracegrad.trainer.steps import TrainingData
 
@@ -120,9 +120,23 @@ def test_a_run_whose_model_cannot_share_prefixes_says_so_and_packs_plain_rows(tm
     assert "MptForCausalLM" in why
 
 
-def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, monkeypatch):
+# Two epochs of six steps, each measured for `old` and trained on. DAPO_DIRECT needs no `old`.
+@pytest.mark.parametrize(
+    ("objective", "room", "packings", "most"),
+    [
+        (presets.DAPO, 6, 12, 8),
+        (presets.DAPO, 3, 12 + 2 * 3, 6),
+        (presets.DAPO, 0, 24, 3),
+        (presets.DAPO_DIRECT, 6, 12, 3),
+    ],
+)
+def test_an_epoch_is_planned_once_and_a_step_packed_once_if_there_is_room(
+    tmp_path, monkeypatch, objective, room, packings, most
+):
     plans, packed, alive, cut, planned = [], [], [], TrainingData.assign_steps, TrainingData.pack_step
     monkeypatch.setattr(TrainingData, "assign_steps", lambda self, seed: plans.append(seed) or cut(self, seed))
+    monkeypatch.setattr(loop, "array_bytes", lambda _: 1)
+    monkeypatch.setattr(loop, "_MAX_PACKED_BYTES", room)
 
     def step(self, rows):
         made = planned(self, rows)
@@ -132,8 +146,8 @@ def test_an_epoch_is_planned_once_and_a_step_packed_when_it_is_needed(tmp_path, 
 
     monkeypatch.setattr(TrainingData, "pack_step", step)
     changes = {"pack__share_prefixes": True, "train__epochs": 2}
-    how = {"objective": presets.DAPO, "out": tmp_path, "config": told(**changes), "sinks": (), "log": lambda _: None}
+    how = {"objective": objective, "out": tmp_path, "config": told(**changes), "sinks": (), "log": lambda _: None}
     train(sampled(tiny_model(), groups=36), tiny_model(attn_implementation="sdpa"), **how)
     assert len(plans) == 2  # one for each epoch
-    assert len(packed) >= 2 * 2 * 6 - 1  # two epochs of six steps, each packed to measure old and to be trained on
-    assert max(alive) <= 3  # the one that is taken, the one ahead, and the one before while it is made
+    assert len(packed) == packings
+    assert max(alive) <= most  # without room: the one that is taken, the one ahead, and the one before while it is made

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ from tracegrad.trainer.result import TokenRecord, TrainResult
 from tracegrad.trainer.setup import Optimizers, check_images_on_ranks, check_media, check_vocabulary, row_padding
 from tracegrad.trainer.signals import Interrupt
 from tracegrad.trainer.step import StepResult
-from tracegrad.trainer.steps import PlannedStep, Rows, StepAssignment, TrainingData
+from tracegrad.trainer.steps import PlannedStep, Rows, StepAssignment, TrainingData, array_bytes
 from tracegrad.trainer.token_log_writer import ReportRecords, TokenLogWriter
 from tracegrad.trainer.trainer import Trainer
 from tracegrad.trainer.verify_attention import describe_attention, verify_rows
@@ -48,8 +48,9 @@ Floats = NDArray[np.float32]
 
 Made = TypeVar("Made")
 
-_MAX_PACKED = 2
-"""Maximum number of packed steps in memory: the current step, and the next one, which a thread prepares."""
+_MAX_PACKED_BYTES = 256 << 20
+"""Maximum size of packed steps that stay in memory from the measurement of `old` to training. The last two are not
+counted: the current step, and the next one, which a thread prepares."""
 
 
 def train(
@@ -415,6 +416,19 @@ class Prefetcher(Generic[Made]):
         self._thread.shutdown(wait=True)
 
 
+class _CachedStep(NamedTuple):
+    """A packed step.
+
+    Args:
+        refresh: the last refresh of `old` before it.
+        size: bytes of its arrays.
+    """
+
+    planned: PlannedStep
+    refresh: int
+    size: int
+
+
 class Epochs:
     """The steps of a run over a data set, by number. Each is packed when needed, at most one ahead.
 
@@ -430,7 +444,7 @@ class Epochs:
     def __init__(self, feed: TrainingData, run: Trainer) -> None:
         self.feed, self.run = feed, run
         self._cuts: dict[int, StepAssignment] = {0: feed.assign_steps(feed.plan(1).shuffle_seed(0))}
-        self._packed_steps: dict[int, PlannedStep] = {}
+        self._packed_steps: dict[int, _CachedStep] = {}
         self._check_plan()
         self.plan = feed.plan(len(self._cuts[0]))
         needs = needs_of(feed.objective, feed.config)
@@ -455,17 +469,26 @@ class Epochs:
             )
 
     def packed(self, index: int) -> PlannedStep:
-        """Return a packed step. The last few steps are cached, and the step assignments of two epochs."""
+        """Return a packed step. The step assignments of two epochs are cached.
+
+        The last two steps are cached. If `old` is measured, the other steps since its last refresh are too, as far as
+        they fit in `_MAX_PACKED_BYTES`, so that they are packed once and not once more for training.
+        """
         epoch, place = index // self.plan.steps_per_epoch, self.plan.packed_index(index)
-        index = epoch * self.plan.steps_per_epoch + place
+        refresh, index = self.plan.last_refresh(index), epoch * self.plan.steps_per_epoch + place
         if index not in self._packed_steps:
             if epoch not in self._cuts:
                 self._cuts = {e: cut for e, cut in self._cuts.items() if e == epoch - 1}
                 self._cuts[epoch] = self.feed.assign_steps(self.plan.shuffle_seed(epoch))
             planned = self.feed.pack_step(self._cuts[epoch].of(place))
-            recent = list(self._packed_steps.items())[1 - _MAX_PACKED :]
-            self._packed_steps = {**dict(recent), index: planned}
-        return self._packed_steps[index]
+            cached = _CachedStep(planned, refresh, array_bytes(planned))
+            earlier = list(self._packed_steps.items())
+            earlier, last = earlier[:-1], earlier[-1:]
+            kept = [each for each in earlier if each[1].refresh == refresh] if "old" in self.logprob_arrays else []
+            while kept and sum(step.size for _, step in kept) > _MAX_PACKED_BYTES:
+                kept.pop()  # The first ones stay: training starts with them.
+            self._packed_steps = dict([*kept, *last, (index, cached)])
+        return self._packed_steps[index].planned
 
     def refresh(self, index: int, stops: Callable[[], bool]) -> bool:
         """Recompute the old and reference logprobs that are due before a step.

@@ -1,7 +1,7 @@
 """Choose and order the traces of each optimizer step: filters, mixture weights, and packing one step at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any
@@ -275,6 +275,18 @@ class PlannedStep:
     here: Rows
     trace: Rows
     rollout: NDArray[np.float32]
+
+
+def array_bytes(value: object) -> int:
+    """Return the number of bytes of an array, or of the arrays in a dataclass or tuple.
+
+    >>> array_bytes((np.zeros(3), (np.zeros(2, np.int32), "text"), Sharing(True, 9, 5, 1.4, False)))
+    32
+    """
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    parts = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
+    return sum(map(array_bytes, parts))
 
 
 def pack_step(
