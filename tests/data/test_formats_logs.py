@@ -1,5 +1,6 @@
 """What loggers and evaluation harnesses wrote (tests/golden/make_logs.py), and what of it is refused."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -53,3 +54,54 @@ def test_an_output_that_repeats_its_prompt_is_not_read_twice():
     asked = [{"role": "user", "content": "2+2?"}]
     [trace] = tg.read([{"input": asked, "output": [*asked, {"role": "assistant", "content": "4"}]}])
     assert talk(trace) == ["user 2+2?", "assistant* 4"]
+
+
+@pytest.mark.parametrize("name", ["adk.session.json", "adk_snake.json.gz"])
+def test_a_session_of_googles_adk_is_the_calls_of_its_first_agent(name):
+    stream = tg.stream(GOLDEN / name, map={"reward": "state.grade"})
+    [trace] = tg.data.concatenate(stream)
+    assert talk(trace) == [
+        "user How many files?",
+        "assistant* I look.",
+        'tool {"files":2}',
+        "assistant* There are two.",
+        "user The other agent, please.",
+        "assistant*",
+    ]
+    look, told, passed = trace.generations
+    assert trace.messages[1]["tool_calls"][0]["function"]["name"] == "count"
+    assert trace.messages[1]["reasoning_content"] == "Let me look."
+    assert (told.token_ids.tolist(), told.logprobs.tolist()) == ([7, 8, 9, 2], [-0.5, -0.25, -1.0, -0.125])
+    assert (look.token_ids, passed.token_ids, told.finish_reason, trace.reward) == (None, None, "stop", 0.5)
+    assert (trace.id, look.temperature) == ("s", None)
+    lines = " ".join(stream.lines())
+    assert "1 answers of other agents than the first one" in lines
+    assert "1 answers after turns of other agents, whose form in the prompt is not stored" in lines
+    # Other answers that were not sampled from this prompt by this model, and histories that were changed.
+    data = (GOLDEN / name).read_bytes()
+    session = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+    answers = [event for event in session["events"] if (event.get("content") or {}).get("role") == "model"]
+    first, second = answers[:2]
+    model, error, rewind = (
+        ("model_version", "error_code", "rewind_before_invocation_id")
+        if "snake" in name
+        else ("modelVersion", "errorCode", "rewindBeforeInvocationId")
+    )
+    for target, fields, turns in (
+        (second, {model: "desk-2"}, 2),
+        (second, {error: "SAFETY"}, 2),
+        (second, {"partial": True}, 2),
+        (second["actions"], {rewind: "e-1"}, None),
+        (second["actions"], {"compaction": {"start_timestamp": 1}}, None),
+        (first["content"]["parts"][0], {"inline_data": {"data": "AA=="}}, None),
+    ):
+        kept = dict(target)
+        target.update(fields)
+        if turns is None:
+            with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*events\[\d\] (compacts|has parts)"):
+                tg.read([session])
+        else:
+            assert len(tg.read([session])[0].generations) == turns
+        target.clear()
+        target.update(kept)
+    assert len(tg.read([session])[0].generations) == 3

@@ -3,9 +3,12 @@
 python tests/golden/make_logs.py NAME [NAME ...]
 
 langfuse     langfuse==3.15.0: traces as `langfuse.api.trace.list` returns them (5.0 has no type of traces)
+google_adk   google-adk==2.13.0: a session as `adk run --save_session` writes it, of two agents with scripted models
 """
 
+import asyncio
 import datetime
+import gzip
 import sys
 from pathlib import Path
 
@@ -58,6 +61,62 @@ def langfuse():
         )
         lines.append(trace.json() + "\n")
     (HERE / "langfuse_traces.jsonl").write_text("".join(lines))
+
+
+def google_adk():
+    """A call of a tool, an answer with ids and logprobs, another agent, and an answer after it."""
+    from google.adk.agents import LlmAgent
+    from google.adk.events import Event, EventActions
+    from google.adk.models import BaseLlm, LlmResponse
+    from google.adk.runners import Runner
+    from google.adk.sessions import InMemorySessionService
+    from google.genai import types
+
+    def answer(*parts, model="desk-1", **fields):
+        content = types.Content(role="model", parts=list(parts))
+        return LlmResponse(content=content, model_version=model, finish_reason=types.FinishReason.STOP, **fields)
+
+    def call(name, **args):
+        return types.Part(function_call=types.FunctionCall(name=name, args=args))
+
+    chosen = [("There", 7, -0.5), (" are", 8, -0.25), (" two.", 9, -1.0), ("<end>", 2, -0.125)]
+    chosen = [types.LogprobsResultCandidate(token=a, token_id=b, log_probability=c) for a, b, c in chosen]
+    script = [
+        answer(types.Part(text="Let me look.", thought=True), types.Part(text="I look."), call("count", folder="/")),
+        answer(types.Part(text="There are two."), logprobs_result=types.LogprobsResult(chosen_candidates=chosen)),
+        answer(call("transfer_to_agent", agent_name="other")),
+        answer(types.Part(text="Hello."), model="other-1"),
+        answer(types.Part(text="Welcome back.")),
+    ]
+
+    class Scripted(BaseLlm):
+        async def generate_content_async(self, llm_request, stream=False):
+            yield script.pop(0)
+
+    def count(folder: str) -> dict:
+        """Count the files."""
+        return {"files": 2}
+
+    other = LlmAgent(name="other", model=Scripted(model="other"), disallow_transfer_to_parent=True)
+    other.disallow_transfer_to_peers = True
+    desk = LlmAgent(name="desk", model=Scripted(model="desk"), tools=[count], sub_agents=[other])
+
+    async def run():
+        service = InMemorySessionService()
+        runner = Runner(app_name="app", agent=desk, session_service=service)
+        await service.create_session(app_name="app", user_id="u", session_id="s", state={})
+        for text in ("How many files?", "The other agent, please.", "Hello?"):
+            message = types.Content(role="user", parts=[types.Part(text=text)])
+            async for _ in runner.run_async(user_id="u", session_id="s", new_message=message):
+                pass
+        session = await service.get_session(app_name="app", user_id="u", session_id="s")
+        mark = EventActions(state_delta={"grade": 0.5})
+        await service.append_event(session, Event(author="system", invocation_id="mark", actions=mark))
+        return await service.get_session(app_name="app", user_id="u", session_id="s")
+
+    session = asyncio.run(run())
+    (HERE / "adk.session.json").write_text(session.model_dump_json(indent=1, exclude_none=True, by_alias=True) + "\n")
+    (HERE / "adk_snake.json.gz").write_bytes(gzip.compress(session.model_dump_json().encode(), 9, mtime=0))
 
 
 if __name__ == "__main__":
