@@ -67,8 +67,8 @@ def run(tmp_path_factory):
     from tracegrad.trainer.lora import load_model
 
     out = tmp_path_factory.mktemp("runs") / "first"
-    sequences = tg.align(tg.read(SOURCE, limit=48), tg.Tokenizer.from_pretrained(MODEL), on_error="skip")
-    told = {"train.epochs": 2, "train.groups_per_step": 3, "data.holdout": 0.0, "optimizer.lr": 1e-3}
+    sequences = tg.align(tg.read(SOURCE, limit=16), tg.Tokenizer.from_pretrained(MODEL), on_error="skip")
+    told = {"train.epochs": 2, "train.groups_per_step": 1, "data.holdout": 0.0, "optimizer.lr": 1e-3}
     chosen = load(overrides=list(told.items()))
     model = load_model(MODEL)
     trainer.train(
