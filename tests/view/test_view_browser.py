@@ -93,18 +93,30 @@ def _hostile():
     return [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE, "tool_calls": [call]}]
 
 
-@pytest.fixture
-def page(browser):
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
+@pytest.fixture(scope="module")
+def tab(browser):
+    """The one page of the tests: each further one costs a quarter of a second of a processor."""
+    context = browser.new_context()
     context.set_default_timeout(PATIENCE_MS)
-    opened, wrong = context.new_page(), []
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("dialog", lambda dialog: wrong.append("a dialog") or dialog.dismiss())
-    opened.on(
-        "console", lambda said: wrong.append(said.text) if said.type == "error" and "400" not in said.text else None
-    )
-    yield opened
-    context.close()
+    return context.new_page()
+
+
+@pytest.fixture
+def page(tab):
+    wrong = []
+    listeners = {
+        "pageerror": lambda error: wrong.append(str(error)),
+        "dialog": lambda dialog: wrong.append("a dialog") or dialog.dismiss(),
+        "console": lambda said: wrong.append(said.text) if said.type == "error" and "400" not in said.text else None,
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    tab.set_viewport_size({"width": 1280, "height": 900})
+    tab.emulate_media(color_scheme="light")
+    yield tab
+    tab.goto("about:blank")
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
     assert not wrong
 
 
