@@ -51,10 +51,14 @@ def _are_complete_responses(response: Any) -> bool:
     return isinstance(response, list) and len(response) > 1 and not any(map(is_incomplete, response))
 
 
-def of_response(record: Any) -> list[dict[str, Any]] | None:
+def of_response(record: Any, unused: int | None = None) -> list[dict[str, Any]] | None:
     """Split a record of one call with several choices into one record per choice.
 
     None if the core leaves no choice out, or if a reward cannot be assigned to a choice.
+
+    Args:
+        record: the record.
+        unused: number of choices that the core leaves out of it; None if it is not known.
 
     Raises:
         BadValueError: if a list in the record does not match the number of choices, or the shared fields are too large.
@@ -63,7 +67,9 @@ def of_response(record: Any) -> list[dict[str, Any]] | None:
         return None
     response, request = record.get("response"), record.get("request")
     has_choices = isinstance(request, Mapping) and len(_choices(response)) > 1
-    count = len(_choices(response)) if has_choices else 1 + _unused(record)
+    if not has_choices and unused is None:
+        unused = _unused(record)
+    count = len(_choices(response)) if has_choices else 1 + (unused or 0)
     if count == 1 or not _rewards_are_assignable(chat.without(record, *_CALL_FIELDS), count):
         return None
     messages = request.get("messages") if isinstance(request, Mapping) else record.get("messages")
@@ -128,6 +134,11 @@ def _unused(record: Mapping[str, Any]) -> int:
         core, report = _core.Traces.decode([raw], "<record>", 1, "auto")
     except FormatError:
         return 0
+    return unused_choices(core, report)
+
+
+def unused_choices(core: _core.Traces, report: Mapping[str, Any]) -> int:
+    """Return the number of choices that the core left out of a record of one call."""
     return report["unused_choices"] if len(core) == report["generations"] == 1 else 0
 
 

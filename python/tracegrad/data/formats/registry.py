@@ -164,10 +164,10 @@ def convert_first_match(record: Any) -> Conversion | None:
     with record_fields.refuse_on_error("any form") as form:
         if isinstance(record, Mapping) and (parsed := chat.with_parsed_messages(record)) is not record:
             return convert_first_match(parsed) or Conversion("messages_as_text", [dict(parsed)])
-        standing = None
+        standing = unused = None
         for each in ADAPTERS:
             if each.weak and standing is None:
-                standing = _standing(record)
+                standing, unused = _standing(record)
             if standing == STANDS:
                 break
             if standing in (OPEN, ALONE) and not each.finds_separate_answer:
@@ -180,15 +180,16 @@ def convert_first_match(record: Any) -> Conversion | None:
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
                 left_out = made.left_out if isinstance(made, record_fields.Converted) else {}
                 return Conversion((of_talk and each.messages_name) or each.name, parts, left_out)
-        made = None if standing in (OPEN, UNREAD) or _is_plain(record) else openai_calls.of_response(record)
+        has_no_choices = standing in (OPEN, UNREAD) or _is_plain(record)
+        made = None if has_no_choices else openai_calls.of_response(record, unused)
         return None if made is None else Conversion("choices", made)
 
 
 STANDS, OPEN, ALONE, UNREAD = "stands", "open", "alone", "unread"
 
 
-def _standing(record: Any) -> str:
-    """Classify how the core reads a record.
+def _standing(record: Any) -> tuple[str, int | None]:
+    """Classify how the core reads a record. With it, return the number of choices that the core leaves out, if known.
 
     STANDS: the core reads it completely, as `_core.Traces.plain` reports.
     OPEN: messages follow the last sampled turn, so the answer may be stored next to them.
@@ -196,18 +197,21 @@ def _standing(record: Any) -> str:
     UNREAD: the core cannot read the record, or finds nothing sampled in it.
     """
     if _is_plain(record):
-        return STANDS
+        return STANDS, None
+    raw = to_json(record)
     try:
-        core, report = _core.Traces.decode([to_json(record)], "<record>", 1, "auto")
+        core, report = _core.Traces.decode([raw], "<record>", 1, "auto")
     except FormatError:
-        return UNREAD
-    first = [trace.generations[0] for trace in Traces(core) if trace.generations]
+        return UNREAD, None
+    first = [turns[0] for index in range(len(core)) if (turns := core.generations(index))]
     if not first:
-        return UNREAD
+        return UNREAD, None
+    unused = openai_calls.unused_choices(core, report)
     if core.open() and "chat" in report["formats"]:
-        return OPEN
-    has_prompt = report["unused_choices"] or any(each.context or each.prompt_token_ids is not None for each in first)
-    return STANDS if has_prompt or _core.Traces.plain([to_json(record)], [])[0] else ALONE
+        return OPEN, unused
+    has_prompt = any(each["context"] or each["prompt_token_ids"] is not None for each in first)
+    has_prompt = has_prompt or report["unused_choices"] or _core.Traces.plain([raw], [])[0]
+    return STANDS if has_prompt else ALONE, unused
 
 
 def _is_plain(record: Any) -> bool:
@@ -227,7 +231,7 @@ def _is_plain(record: Any) -> bool:
 
 def _core_reads(record: Any) -> bool:
     """Return whether the core reads a record and finds a sampled turn in it."""
-    return _standing(record) != UNREAD
+    return _standing(record)[0] != UNREAD
 
 
 def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
