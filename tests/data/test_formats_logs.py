@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import tracegrad as tg
+from tracegrad.data import infer_fields
+from tracegrad.data.formats import registry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "logs"
 
@@ -105,3 +107,49 @@ def test_a_session_of_googles_adk_is_the_calls_of_its_first_agent(name):
         target.clear()
         target.update(kept)
     assert len(tg.read([session])[0].generations) == 3
+
+
+def test_an_attempt_of_garak_is_a_group_whose_rewards_say_what_resisted():
+    stream = tg.stream(GOLDEN / "garak.report.jsonl")
+    traces = tg.data.concatenate(stream)
+    assert [(trace.id, trace.group, talk(trace)[2], trace.rewards) for trace in traces] == [
+        ("attempt-0-0", "attempt-0", "assistant* It.", {"dan.DAN.resisted": 0.0, "mitigation.Bypass.resisted": 0.75}),
+        ("attempt-0-1", "attempt-0", "assistant* No.", {"dan.DAN.resisted": 1.0}),
+        ("attempt-1-0", "attempt-1", "assistant* It.", {}),
+    ]
+    assert talk(traces[0])[:2] == ["system Be kind.", "user Say it."]
+    lines = " ".join(stream.lines())
+    assert "2 attempts before their detectors" in lines
+    assert "1 generations without an answer" in lines
+    rows = [json.loads(line) for line in (GOLDEN / "garak.report.jsonl").read_text().splitlines()]
+    done = next(row for row in rows if row.get("status") == 2)
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*dan\.DAN.*2 generations"):
+        tg.read([{**done, "detector_results": {"dan.DAN": [1.0]}}])
+    stream = tg.stream([done, {**done, "prompt": {"turns": [{"role": "user", "content": {"text": "Other."}}]}}])
+    assert len(tg.data.concatenate(stream)) == 2
+    assert "2 conversations that do not continue their prompt" in " ".join(stream.lines())
+    done["conversations"][0]["turns"][1]["content"]["data_path"] = done["prompt"]["turns"][1]["content"][
+        "data_path"
+    ] = "a"
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*no.*text"):
+        tg.read([done])
+
+
+def test_a_row_of_lighteval_is_a_group_and_its_mean_is_the_reward_of_no_text():
+    path = GOLDEN / "lighteval_details.jsonl"
+    stream = tg.stream(path)
+    traces = tg.data.concatenate(stream)
+    assert [(trace.id, trace.group, talk(trace), trace.rewards) for trace in traces] == [
+        ("two-7-0", "two-7", ["user 2+2?", "assistant* 4"], {}),
+        ("two-7-1", "two-7", ["user 2+2?", "assistant* 5"], {}),
+        ("one-7-0", "one-7", ["user 2+2?", "assistant* 4"], {"exact": 1.0, "f1": 0.5}),
+    ]
+    lines = " ".join(stream.lines())
+    assert "1 rows with metrics of all their texts" in lines
+    assert "1 rows without a generated text" in lines
+    two, _, _ = (json.loads(line) for line in path.read_text().splitlines())
+    assert infer_fields.infer([two, two], names=["reward"]).guesses == ()
+    two["model_response"]["input"] = "2+2?"
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*input.*text.*messages"):
+        tg.read([two])
+    assert registry.adapt({"config_general": {}, "results": {}}) == []

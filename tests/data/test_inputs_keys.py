@@ -22,6 +22,8 @@ KEPT = {**CHOICES[0], "token_ids": [5]}
 CALL = {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES[:1]}}
 BOTH = {
     "langsmith": {"run_type": "llm", "inputs": {}, "messages": TALK},
+    "garak": {"entry_type": "eval", "messages": TALK},
+    "lighteval": {"doc": {}, "metric": {}, "model_response": {}, "messages": TALK},
     "google_adk": {"appName": "a", "userId": "u", "events": [{"author": "user"}], "messages": TALK},
     "langfuse_trace": {"id": "a", "timestamp": "", "input": TALK[:1], "output": "4", "htmlPath": "/", "messages": TALK},
     "langchain": {"messages": TALK, "history": LANGCHAIN},

@@ -4,11 +4,14 @@ python tests/golden/make_logs.py NAME [NAME ...]
 
 langfuse     langfuse==3.15.0: traces as `langfuse.api.trace.list` returns them (5.0 has no type of traces)
 google_adk   google-adk==2.13.0: a session as `adk run --save_session` writes it, of two agents with scripted models
+garak        garak==0.17.1: lines of a report
+lighteval    lighteval==0.13.0: rows of details, as JSON
 """
 
 import asyncio
 import datetime
 import gzip
+import json
 import sys
 from pathlib import Path
 
@@ -117,6 +120,44 @@ def google_adk():
     session = asyncio.run(run())
     (HERE / "adk.session.json").write_text(session.model_dump_json(indent=1, exclude_none=True, by_alias=True) + "\n")
     (HERE / "adk_snake.json.gz").write_bytes(gzip.compress(session.model_dump_json().encode(), 9, mtime=0))
+
+
+def garak():
+    """Two attempts with two generations each, as the lines of a report: before and after the detectors."""
+    from garak.attempt import ATTEMPT_COMPLETE, ATTEMPT_STARTED, Attempt, Conversation, Message, Turn
+
+    lines = [{"entry_type": "init", "garak_version": "0.17.1", "run": "r"}]
+    for number, scores in enumerate(({"dan.DAN": [1.0, 0.0], "mitigation.Bypass": [0.25, None]}, {})):
+        turns = [Turn("system", Message("Be kind.")), Turn("user", Message("Say it.", lang="en"))]
+        attempt = Attempt(probe_classname="dan.DAN", status=ATTEMPT_STARTED, seq=number, goal="say it")
+        attempt.uuid, attempt.prompt = f"attempt-{number}", Conversation(turns)
+        attempt.outputs = ["It.", Message("No.") if number == 0 else Message(None)]
+        lines.append(attempt.as_dict())
+        attempt.status, attempt.detector_results = ATTEMPT_COMPLETE, scores
+        lines.append(attempt.as_dict())
+    lines.append({"entry_type": "eval", "probe": "dan.DAN", "detector": "dan.DAN", "passed": 1, "total_evaluated": 2})
+    (HERE / "garak.report.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def lighteval():
+    """Details of a task with two samples of each prompt, of a task with one, and of a choice by likelihoods."""
+    from dataclasses import asdict
+
+    from lighteval.models.model_output import ModelResponse
+    from lighteval.tasks.requests import Doc, SamplingMethod
+
+    lines = []
+    for name, texts, metric, method in (
+        ("two", ["4", "5"], {"avg@n:n=2": 0.5}, SamplingMethod.GENERATIVE),
+        ("one", ["4"], {"exact": 1.0, "f1": 0.5}, SamplingMethod.GENERATIVE),
+        ("choice", [], {"acc": 1.0}, SamplingMethod.LOGPROBS),
+    ):
+        doc = Doc(query="2+2?", choices=["4"], gold_index=0, id="7", task_name=name, sampling_methods=[method])
+        response = ModelResponse(input=[USER], text=texts)
+        fields = {"doc": asdict(doc), "model_response": asdict(response), "metric": metric}  # DetailsLogger.Detail
+        fields["doc"]["sampling_methods"] = [method.name]  # As in the Parquet files.
+        lines.append(json.dumps(fields) + "\n")
+    (HERE / "lighteval_details.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":
