@@ -153,3 +153,22 @@ def test_a_row_of_lighteval_is_a_group_and_its_mean_is_the_reward_of_no_text():
     with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*input.*text.*messages"):
         tg.read([two])
     assert registry.adapt({"config_general": {}, "results": {}}) == []
+
+
+def test_calls_and_results_in_the_parts_of_haystacks_messages_are_read():
+    [trace] = tg.read(GOLDEN / "haystack.json", map={"reward": "mark"})
+    roles = ["system Add.", "user 2+2?", "assistant* I add.", "tool 0", "tool 1", "assistant* 4"]
+    assert (talk(trace), trace.reward) == (roles, 0.5)
+    calls = [call["function"] for call in trace.messages[2]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [("add", {"a": 0}), ("add", {"a": 1})]
+    assert [each["tool_call_id"] for each in trace.messages[3:5]] == ["c0", "c1"]
+    assert trace.messages[2]["reasoning_content"] == "Twice."
+    record = json.loads((GOLDEN / "haystack.json").read_text())
+    record["messages"][3]["content"][0]["tool_call_result"]["result"] = [{"text": "0"}, {"text": "!"}]
+    assert talk(tg.read([record])[0])[3] == "tool 0!"
+    record["messages"][3]["content"][0]["tool_call_result"]["result"] = [{"image": {"base64_image": "AA=="}}]
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*kind.*image.*result"):
+        tg.read([record])
+    record["messages"][1]["content"].append({"image": {"base64_image": "AA=="}})
+    with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*kind.*image"):
+        tg.read([record])

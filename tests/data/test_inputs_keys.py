@@ -18,10 +18,12 @@ PART = {"part_kind": "text", "content": "4"}
 ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]}
 CHOICES = [{"index": at, "message": {"role": "assistant", "content": "4"}} for at in range(2)]
 KEPT = {**CHOICES[0], "token_ids": [5]}
+HAYSTACK_CALL = {"tool_name": "add", "arguments": {}, "id": "c"}
 # What the core reads as a conversation, and what beside it makes it the record of a producer.
 CALL = {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES[:1]}}
 BOTH = {
     "langsmith": {"run_type": "llm", "inputs": {}, "messages": TALK},
+    "haystack": {"messages": [*TALK, {"role": "assistant", "content": [{"tool_call": HAYSTACK_CALL}]}]},
     "garak": {"entry_type": "eval", "messages": TALK},
     "lighteval": {"doc": {}, "metric": {}, "model_response": {}, "messages": TALK},
     "google_adk": {"appName": "a", "userId": "u", "events": [{"author": "user"}], "messages": TALK},

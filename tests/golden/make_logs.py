@@ -5,6 +5,7 @@ python tests/golden/make_logs.py NAME [NAME ...]
 langfuse     langfuse==3.15.0: traces as `langfuse.api.trace.list` returns them (5.0 has no type of traces)
 google_adk   google-adk==2.13.0: a session as `adk run --save_session` writes it, of two agents with scripted models
 garak        garak==0.17.1: lines of a report
+haystack     haystack-ai==3.4.1: messages of an agent
 lighteval    lighteval==0.13.0: rows of details, as JSON
 """
 
@@ -158,6 +159,22 @@ def lighteval():
         fields["doc"]["sampling_methods"] = [method.name]  # As in the Parquet files.
         lines.append(json.dumps(fields) + "\n")
     (HERE / "lighteval_details.jsonl").write_text("".join(lines))
+
+
+def haystack():
+    """The messages of an agent, as an application stores them: `ChatMessage.to_dict` of each."""
+    from haystack.dataclasses import ChatMessage, ToolCall
+
+    calls = [ToolCall(tool_name="add", arguments={"a": at}, id=f"c{at}") for at in range(2)]
+    messages = [
+        ChatMessage.from_system("Add."),
+        ChatMessage.from_user("2+2?"),
+        ChatMessage.from_assistant("I add.", tool_calls=calls, reasoning="Twice."),
+        *(ChatMessage.from_tool(str(at), origin=call) for at, call in enumerate(calls)),
+        ChatMessage.from_assistant("4", meta={"finish_reason": "stop"}),
+    ]
+    record = {"messages": [each.to_dict() for each in messages], "mark": 0.5}
+    (HERE / "haystack.json").write_text(json.dumps(record) + "\n")
 
 
 if __name__ == "__main__":
