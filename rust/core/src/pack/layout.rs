@@ -5,18 +5,14 @@ mod tests;
 
 use super::check::{check_inside, check_length};
 use super::prefix::common;
-use crate::{Error, Kind, Result, cancel, pool};
+use crate::{Error, Kind, Result, cancel};
 use std::collections::HashMap;
-use std::ops::{Range, RangeFrom};
-
-/// Number of branches whose terms are counted and numbered in one piece of work.
-const BRANCHES: usize = 256;
+use std::ops::Range;
 
 /// Writes the rows of one rank.
 ///
 /// Each row is padded to a multiple of `multiple` with tokens that attend only to themselves. An empty row consists of
-/// `multiple` such tokens. The common prefix of two neighbors in a shared row is computed here again, id by id. Rows are
-/// measured and then written in parallel, each into its own part of the arrays.
+/// `multiple` such tokens. The common prefix of two neighbors in a shared row is computed here again, id by id.
 ///
 /// # Errors
 /// Fails if slices are inconsistent.
@@ -37,53 +33,25 @@ pub fn write_rows_into(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize, out:
     let terms = terms_of(tokens, plan);
     let first_term = number_terms(out, tokens, plan, &terms);
     let by_row = branches_by_row(&out.cu_rows, plan)?;
-    let size = |(): &mut (), branches: &Vec<u32>| RowSize::of(branches, tokens, plan, &terms, multiple);
-    let sizes = pool::map(by_row.as_slice(), || (), size);
-    let rows: Vec<_> = out.slices(&sizes).into_iter().zip(&sizes).zip(&by_row).collect();
-    let write = |(): &mut (), ((slices, size), branches): ((RowSlices<'_>, &RowSize), &Vec<u32>)| {
-        let mut row = Row::begin(slices, size.shares);
-        for (&branch, &shared) in branches.iter().zip(&size.shared) {
-            let branch = branch as usize;
-            row.write(tokens.piece(branch, plan.length[branch] as usize), shared, first_term[branch]);
-        }
-        row.end()
-    };
-    let counts = pool::map(rows, || (), write);
-    out.cu_tokens = offsets(sizes.iter().map(|size| size.tokens as i64));
-    out.cu_row_terms = offsets(sizes.iter().map(|size| size.terms as i64));
-    out.remove_gaps(&sizes, &counts);
-    Ok(())
-}
-
-/// The size of one row.
-#[derive(Debug)]
-struct RowSize {
-    /// Number of tokens, with padding.
-    tokens: usize,
-    /// Number of terms. A row has at most as many head rows.
-    terms: usize,
-    /// True if its branches may share prefixes.
-    shares: bool,
-    /// For each branch, the length of the prefix that it shares with the branch before it.
-    shared: Vec<usize>,
-}
-
-impl RowSize {
-    fn of(branches: &[u32], tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i64], multiple: usize) -> Self {
+    out.reserve(plan, &terms);
+    for offsets in [&mut out.cu_tokens, &mut out.cu_logit_rows, &mut out.cu_row_terms] {
+        offsets.push(0);
+    }
+    for branches in &by_row {
+        cancel::check();
         let shares = branches.first().is_some_and(|&branch| plan.shared[plan.step[branch as usize] as usize]);
-        let (mut filled, mut count, mut shared) = (0, 0, Vec::with_capacity(branches.len()));
+        let mut row = Row::begin(out, shares);
         let mut previous: &[i32] = &[];
         for &branch in branches {
             let branch = branch as usize;
-            let ids = tokens.piece(branch, plan.length[branch] as usize).ids;
-            let prefix = if shares { common(previous, ids) } else { 0 };
-            filled += ids.len() - prefix;
-            count += terms[branch] as usize;
-            shared.push(prefix);
-            previous = ids;
+            let piece = tokens.piece(branch, plan.length[branch] as usize);
+            let shared = if shares { common(previous, piece.ids) } else { 0 };
+            row.write(piece, shared, first_term[branch]);
+            previous = piece.ids;
         }
-        Self { tokens: filled.max(1).next_multiple_of(multiple), terms: count, shares, shared }
+        row.end(multiple);
     }
+    Ok(())
 }
 
 fn check(tokens: Tokens<'_>, plan: Plan<'_>, multiple: usize) -> Result<()> {
@@ -127,12 +95,10 @@ fn offsets(counts: impl Iterator<Item = i64>) -> Vec<i64> {
 /// Returns the number of trained tokens (terms) of each branch that is laid out.
 fn terms_of(tokens: Tokens<'_>, plan: Plan<'_>) -> Vec<i64> {
     let count = |n: usize| {
-        let trainable = tokens.piece(n, plan.length[n].max(0) as usize).trainable;
-        if plan.step[n] < 0 { 0 } else { trainable.iter().filter(|&&term| term).count() as i64 }
+        let start = tokens.cu_seqlens[n] as usize;
+        tokens.trainable[start..start + plan.length[n].max(0) as usize].iter().filter(|&&term| term).count() as i64
     };
-    let starts: Vec<usize> = (0..plan.length.len()).step_by(BRANCHES).collect();
-    let count_all = |start| (start..plan.length.len().min(start + BRANCHES)).map(count).collect::<Vec<_>>();
-    pool::map(starts, || (), |(), start| count_all(start)).concat()
+    (0..plan.length.len()).map(|n| if plan.step[n] < 0 { 0 } else { count(n) }).collect()
 }
 
 /// Fills `origin`, `branch` and `cu_terms`. Returns the index, within its step, of each branch's first term.
@@ -148,38 +114,17 @@ fn number_terms(out: &mut Layout, tokens: Tokens<'_>, plan: Plan<'_>, terms: &[i
     let total = *out.cu_terms.last().unwrap_or(&0) as usize;
     let mut by_step: Vec<usize> = (0..plan.length.len()).filter(is_local).collect();
     by_step.sort_by_key(|&n| plan.step[n]);
-    fit(&mut out.origin, total);
-    fit(&mut out.branch, total);
-    let (mut origins, mut branches) = (out.origin.as_mut_slice(), out.branch.as_mut_slice());
-    let mut parts = Vec::new();
-    for part in by_step.chunks(BRANCHES) {
-        let count = part.iter().map(|&n| terms[n] as usize).sum();
-        parts.push((
-            part,
-            origins.split_off_mut(..count).unwrap_or_default(),
-            branches.split_off_mut(..count).unwrap_or_default(),
-        ));
-    }
-    let write = |(): &mut (), (part, mut origins, mut branches): (&[usize], &mut [i64], &mut [i32])| {
-        for &n in part {
-            let start = tokens.cu_seqlens[n];
-            for run in runs(tokens.piece(n, plan.length[n].max(0) as usize).trainable) {
-                count_up(origins.split_off_mut(..run.len()).unwrap_or_default(), start + run.start as i64);
-            }
-            branches.split_off_mut(..terms[n] as usize).unwrap_or_default().fill(n as i32);
+    out.origin.reserve(total);
+    out.branch.reserve(total);
+    for n in by_step {
+        let start = tokens.cu_seqlens[n];
+        let piece = tokens.piece(n, plan.length[n].max(0) as usize);
+        for run in runs(piece.trainable) {
+            out.origin.extend(start + run.start as i64..start + run.end as i64);
         }
-    };
-    pool::map(parts, || (), write);
-    first
-}
-
-/// Gives a column this length. Its values are of no meaning.
-fn fit<T: Copy + Default>(column: &mut Vec<T>, length: usize) {
-    if column.capacity() < length {
-        *column = vec![T::default(); length];
-    } else {
-        column.resize(length, T::default());
+        out.branch.resize(out.origin.len(), n as i32);
     }
+    first
 }
 
 /// Returns the branches of each row, in order.
@@ -212,27 +157,13 @@ struct Stretch {
     place: usize,
 }
 
-/// The parts of the arrays of a layout that belong to one row.
-#[derive(Debug)]
-struct RowSlices<'a> {
-    ids: &'a mut [i32],
-    positions: &'a mut [i32],
-    tree_end: &'a mut [i32],
-    predictor: &'a mut [i32],
-    target: &'a mut [i32],
-    inv_temperature: &'a mut [f32],
-    row: &'a mut [i32],
-    term: &'a mut [i32],
-}
-
 /// One row while it is written, in pre-order.
 #[derive(Debug)]
 struct Row<'a> {
-    out: RowSlices<'a>,
-    /// Number of tokens, logit rows (head rows) and terms that are written.
-    filled: usize,
-    head_count: usize,
-    term_count: usize,
+    out: &'a mut Layout,
+    /// Start of the row in the tokens, and in the logit rows (head rows).
+    start: usize,
+    head: usize,
     /// The path, and its depth.
     path: Vec<Stretch>,
     depth: usize,
@@ -245,10 +176,13 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn begin(out: RowSlices<'a>, shares: bool) -> Self {
-        let (filled, head_count, term_count, depth) = (0, 0, 0, 0);
-        let (path, heads, others) = (Vec::new(), Vec::new(), HashMap::new());
-        Self { out, filled, head_count, term_count, path, depth, shares, heads, others }
+    fn begin(out: &'a mut Layout, shares: bool) -> Self {
+        let (start, head) = (out.ids.len(), out.predictor.len());
+        Self { out, start, head, path: Vec::new(), depth: 0, shares, heads: Vec::new(), others: HashMap::new() }
+    }
+
+    fn filled(&self) -> usize {
+        self.out.ids.len() - self.start
     }
 
     /// Appends a branch whose first `shared` tokens are those of the path.
@@ -260,22 +194,20 @@ impl<'a> Row<'a> {
             let read = self.place(depth - 1, &mut stretch);
             let token = self.place(depth, &mut stretch.clone());
             let head = self.head_row(token, read, piece.ids[depth], piece.inv_temperature[depth]);
-            self.out.row[self.term_count] = head;
-            self.out.term[self.term_count] = term;
-            self.term_count += 1;
+            self.out.row.push(head);
+            self.out.term.push(term);
             term += 1;
         }
         let length = piece.ids.len();
         if shared < length {
             let above = shared.checked_sub(1).map(|depth| self.place(depth, &mut stretch));
-            let here = self.filled;
+            let here = self.filled();
             self.path.push(Stretch { depth: shared, place: here });
             self.depth = length;
-            self.filled += length - shared;
-            self.out.ids[here..self.filled].copy_from_slice(&piece.ids[shared..]);
-            count_up(&mut self.out.positions[here..self.filled], shared as i32);
+            self.out.ids.extend_from_slice(&piece.ids[shared..]);
+            self.out.positions.extend(shared as i32..length as i32);
             // Correct if nothing follows in the subtree; otherwise `climb` overwrites it.
-            self.out.tree_end[here..self.filled].fill(self.filled as i32);
+            self.out.tree_end.resize(self.out.ids.len(), self.filled() as i32);
             self.write_terms(piece, shared, here, above, term);
         }
     }
@@ -283,39 +215,39 @@ impl<'a> Row<'a> {
     /// Appends the terms of tokens that no earlier branch had, from depth `shared` on. Each gets its own head row.
     fn write_terms(&mut self, piece: Piece<'_>, shared: usize, here: usize, above: Option<usize>, first_term: i32) {
         if self.shares {
-            self.heads.resize(self.filled, -1);
+            self.heads.resize(self.filled(), -1);
         }
         let mut term = first_term;
         for run in runs(&piece.trainable[shared..]) {
-            let head = self.head_count as i32;
-            let (heads, terms) =
-                (self.head_count..self.head_count + run.len(), self.term_count..self.term_count + run.len());
-            (self.head_count, self.term_count) = (heads.end, terms.end);
+            let (count, head) = (run.len() as i32, (self.out.predictor.len() - self.head) as i32);
             if self.shares {
-                count_up(&mut self.heads[here + run.start..here + run.end], head);
+                let heads = &mut self.heads[here + run.start..here + run.end];
+                heads.iter_mut().zip(head..).for_each(|(slot, head)| *slot = head);
             }
-            let predictor = &mut self.out.predictor[heads.clone()];
-            count_up(predictor, (here + run.start) as i32 - 1);
+            let mut first = (here + run.start) as i32 - 1;
             if run.start == 0 {
                 // The first token of a branch is never a term, so `above` exists. The next term is read at this token.
-                predictor[0] = above.unwrap_or(here) as i32;
+                self.out.predictor.push(above.unwrap_or(here) as i32);
+                first += 1;
             }
-            let tokens = shared + run.start..shared + run.end;
-            self.out.target[heads.clone()].copy_from_slice(&piece.ids[tokens.clone()]);
-            self.out.inv_temperature[heads].copy_from_slice(&piece.inv_temperature[tokens]);
-            count_up(&mut self.out.row[terms.clone()], head);
-            count_up(&mut self.out.term[terms], term);
-            term += run.len() as i32;
+            self.out.predictor.extend(first..(here + run.end) as i32 - 1);
+            let terms = shared + run.start..shared + run.end;
+            self.out.target.extend_from_slice(&piece.ids[terms.clone()]);
+            self.out.inv_temperature.extend_from_slice(&piece.inv_temperature[terms]);
+            self.out.row.extend(head..head + count);
+            self.out.term.extend(term..term + count);
+            term += count;
         }
     }
 
     /// Leaves all nodes deeper than `depth`: their subtrees end here.
     fn climb(&mut self, depth: usize) {
+        let end = self.filled();
         while let Some(last) = self.path.last().copied().filter(|_| self.depth > depth) {
             let remaining = last.depth.max(depth);
-            let from = last.place + (remaining - last.depth);
+            let from = self.start + last.place + (remaining - last.depth);
             if self.shares {
-                self.out.tree_end[from..from + (self.depth - remaining)].fill(self.filled as i32);
+                self.out.tree_end[from..from + (self.depth - remaining)].fill(end as i32);
             }
             self.depth = remaining;
             if remaining == last.depth {
@@ -334,41 +266,36 @@ impl<'a> Row<'a> {
 
     /// Returns the head row that predicts a token at a temperature: the existing one, or a new one.
     fn head_row(&mut self, token: usize, read: usize, target: i32, inv_temperature: f32) -> i32 {
-        let new = self.head_count as i32;
+        let new = (self.out.predictor.len() - self.head) as i32;
         let first = self.heads[token];
         let head = if first < 0 {
             self.heads[token] = new;
             new
-        } else if self.out.inv_temperature[first as usize].to_bits() == inv_temperature.to_bits() {
+        } else if self.out.inv_temperature[self.head + first as usize].to_bits() == inv_temperature.to_bits() {
             first
         } else {
             *self.others.entry((token, inv_temperature.to_bits())).or_insert(new)
         };
         if head == new {
-            self.out.predictor[self.head_count] = read as i32;
-            self.out.target[self.head_count] = target;
-            self.out.inv_temperature[self.head_count] = inv_temperature;
-            self.head_count += 1;
+            self.out.predictor.push(read as i32);
+            self.out.target.push(target);
+            self.out.inv_temperature.push(inv_temperature);
         }
         head
     }
 
-    /// Ends every subtree, and pads with tokens that attend only to themselves. Returns the number of head rows.
-    fn end(mut self) -> usize {
+    /// Ends every subtree, and pads with tokens that attend only to themselves.
+    fn end(mut self, multiple: usize) {
         self.climb(0);
-        self.out.ids[self.filled..].fill(0);
-        self.out.positions[self.filled..].fill(0);
-        count_up(&mut self.out.tree_end[self.filled..], self.filled as i32 + 1);
-        self.head_count
+        let (filled, padded) = (self.filled(), self.filled().max(1).next_multiple_of(multiple));
+        let out = self.out;
+        out.ids.resize(self.start + padded, 0);
+        out.positions.resize(self.start + padded, 0);
+        out.tree_end.extend((filled as i32..padded as i32).map(|k| k + 1));
+        out.cu_tokens.push(out.ids.len() as i64);
+        out.cu_logit_rows.push(out.predictor.len() as i64);
+        out.cu_row_terms.push(out.row.len() as i64);
     }
-}
-
-/// Writes ascending integers from `first` on.
-fn count_up<T>(out: &mut [T], first: T)
-where
-    RangeFrom<T>: Iterator<Item = T>,
-{
-    out.iter_mut().zip(first..).for_each(|(slot, value)| *slot = value);
 }
 
 /// Per-token arrays of the branches.
@@ -469,57 +396,17 @@ impl Layout {
         self.inv_temperature.clear();
     }
 
-    /// Makes room for all rows, with as many head rows as terms, and returns the part of each row.
-    fn slices(&mut self, sizes: &[RowSize]) -> Vec<RowSlices<'_>> {
-        let tokens = sizes.iter().map(|size| size.tokens).sum();
-        let terms = sizes.iter().map(|size| size.terms).sum();
+    pub(super) fn reserve(&mut self, plan: Plan<'_>, terms: &[i64]) {
+        let local = plan.length.iter().zip(plan.step).filter(|&(_, &step)| step >= 0);
+        let tokens = local.map(|(&length, _)| length.max(0) as usize).sum();
+        let heads = terms.iter().sum::<i64>() as usize;
         for column in [&mut self.ids, &mut self.positions, &mut self.tree_end] {
-            fit(column, tokens);
+            column.reserve(tokens);
         }
         for column in [&mut self.predictor, &mut self.target, &mut self.row, &mut self.term] {
-            fit(column, terms);
+            column.reserve(heads);
         }
-        fit(&mut self.inv_temperature, terms);
-        let mut rest = RowSlices {
-            ids: &mut self.ids,
-            positions: &mut self.positions,
-            tree_end: &mut self.tree_end,
-            predictor: &mut self.predictor,
-            target: &mut self.target,
-            inv_temperature: &mut self.inv_temperature,
-            row: &mut self.row,
-            term: &mut self.term,
-        };
-        let one = |size: &RowSize| RowSlices {
-            ids: rest.ids.split_off_mut(..size.tokens).unwrap_or_default(),
-            positions: rest.positions.split_off_mut(..size.tokens).unwrap_or_default(),
-            tree_end: rest.tree_end.split_off_mut(..size.tokens).unwrap_or_default(),
-            predictor: rest.predictor.split_off_mut(..size.terms).unwrap_or_default(),
-            target: rest.target.split_off_mut(..size.terms).unwrap_or_default(),
-            inv_temperature: rest.inv_temperature.split_off_mut(..size.terms).unwrap_or_default(),
-            row: rest.row.split_off_mut(..size.terms).unwrap_or_default(),
-            term: rest.term.split_off_mut(..size.terms).unwrap_or_default(),
-        };
-        sizes.iter().map(one).collect()
-    }
-
-    /// Moves the head rows of all rows together, and sets their offsets.
-    fn remove_gaps(&mut self, sizes: &[RowSize], counts: &[usize]) {
-        self.cu_logit_rows = offsets(counts.iter().map(|&count| count as i64));
-        let (mut from, mut to) = (0, 0);
-        for (size, &count) in sizes.iter().zip(counts) {
-            if from != to {
-                cancel::check();
-                self.predictor.copy_within(from..from + count, to);
-                self.target.copy_within(from..from + count, to);
-                self.inv_temperature.copy_within(from..from + count, to);
-            }
-            from += size.terms;
-            to += count;
-        }
-        self.predictor.truncate(to);
-        self.target.truncate(to);
-        self.inv_temperature.truncate(to);
+        self.inv_temperature.reserve(heads);
     }
 }
 
@@ -535,43 +422,24 @@ pub struct Gather {
 impl Gather {
     /// Builds the runs for terms with these tokens and branches (`origin` and `branch` of a [`super::Layout`]).
     pub fn of(origin: &[i64], branch: &[i32]) -> Self {
-        let (tokens, branches) = pool::join(|| entry_runs(origin, 1), || entry_runs(branch, 0));
-        Self { tokens, branches }
+        Self { tokens: entry_runs(origin, 1), branches: entry_runs(branch, 0) }
     }
 
     /// Copies the values of the terms' tokens.
-    pub fn of_tokens<T: Copy + Send + Sync>(&self, values: &[T], out: &mut [T]) {
-        by_runs(&self.tokens, out, |out, first| out.copy_from_slice(&values[first..first + out.len()]), 1);
+    pub fn of_tokens<T: Copy>(&self, values: &[T], out: &mut [T]) {
+        for (round, (terms, first)) in self.tokens.iter().enumerate() {
+            cancel::check_every_16384(round);
+            out[terms.clone()].copy_from_slice(&values[*first..first + terms.len()]);
+        }
     }
 
     /// Copies the values of the terms' branches.
-    pub fn of_branches<T: Copy + Send + Sync>(&self, values: &[T], out: &mut [T]) {
-        by_runs(&self.branches, out, |out, branch| out.fill(values[branch]), 0);
-    }
-}
-
-/// Writes each run of terms, in parallel. `write` gets a part of a run, and its first index, which is `step` higher for
-/// each term before it in the run.
-fn by_runs<T: Send>(
-    runs: &[(Range<usize>, usize)],
-    out: &mut [T],
-    write: impl Fn(&mut [T], usize) + Sync + Send,
-    step: usize,
-) {
-    /// Number of terms in one piece of work.
-    const PIECE: usize = 1 << 16;
-    let pieces: Vec<_> = out.chunks_mut(PIECE).zip((0..).step_by(PIECE)).collect();
-    let write_piece = |(): &mut (), (piece, start): (&mut [T], usize)| {
-        let end = start + piece.len();
-        for (terms, first) in &runs[runs.partition_point(|(terms, _)| terms.end <= start)..] {
-            let part = terms.start.max(start)..terms.end.min(end);
-            if part.is_empty() {
-                break;
-            }
-            write(&mut piece[part.start - start..part.end - start], first + step * (part.start - terms.start));
+    pub fn of_branches<T: Copy>(&self, values: &[T], out: &mut [T]) {
+        for (round, (terms, branch)) in self.branches.iter().enumerate() {
+            cancel::check_every_16384(round);
+            out[terms.clone()].fill(values[*branch]);
         }
-    };
-    pool::map(pieces, || (), write_piece);
+    }
 }
 
 /// Returns the longest runs in which each index is `step` above the previous one.

@@ -1,6 +1,6 @@
 //! Sorts branches by their ids and measures the common prefixes of neighbors.
 
-use crate::{cancel, pool};
+use crate::cancel;
 
 /// Chunk in which two branches are compared, each with one memory comparison.
 const CHUNK: usize = 64;
@@ -28,38 +28,27 @@ pub struct Entry {
 /// log n) time.
 ///
 /// Source: Ng and Kakehi 2008, "Merging string sequences by longest common prefixes", IPSJ Digital Courier 4.
-pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32] + Sync) -> Vec<Entry> {
+pub fn sorted<'a>(branches: &[u32], text: impl Fn(u32) -> &'a [i32]) -> Vec<Entry> {
     let mut from: Vec<Entry> = branches.iter().map(|&branch| Entry { branch, shared: 0 }).collect();
-    let mut to = from.clone();
-    sort(&mut from, &mut to, &text);
+    let mut to = Vec::with_capacity(from.len());
+    let mut width = 1;
+    while width < from.len() {
+        to.clear();
+        for pair in from.chunks(2 * width) {
+            let (a, b) = pair.split_at(width.min(pair.len()));
+            merge(a, b, &mut to, &text);
+        }
+        std::mem::swap(&mut from, &mut to);
+        width *= 2;
+    }
     from
 }
 
-/// Sorts entries, halves in parallel. `spare` is memory of the same length.
-fn sort<'a>(entries: &mut [Entry], spare: &mut [Entry], text: &(impl Fn(u32) -> &'a [i32] + Sync)) {
-    /// Number of entries that are sorted by one thread.
-    const ONE_THREAD: usize = 1024;
-    let half = entries.len() / 2;
-    if half == 0 {
-        return;
-    }
-    let (left, right) = entries.split_at_mut(half);
-    let (spare_left, spare_right) = spare.split_at_mut(half);
-    if half < ONE_THREAD {
-        sort(left, spare_left, text);
-        sort(right, spare_right, text);
-    } else {
-        pool::join(|| sort(left, spare_left, text), || sort(right, spare_right, text));
-    }
-    merge(left, right, spare, text);
-    entries.copy_from_slice(spare);
-}
-
 /// Merges two runs. `shared` of a run's head is the length of its common prefix with the last written entry.
-fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut [Entry], text: &impl Fn(u32) -> &'a [i32]) {
-    let (mut shared_a, mut shared_b, mut written) = (0, 0, 0);
+fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut Vec<Entry>, text: &impl Fn(u32) -> &'a [i32]) {
+    let (mut shared_a, mut shared_b) = (0, 0);
     while let (Some(x), Some(y)) = (a.first(), b.first()) {
-        cancel::check_every_16384(written);
+        cancel::check_every_16384(out.len());
         let mut first_is_a = shared_a > shared_b;
         let (written_a, written_b) = (shared_a, shared_b);
         if shared_a == shared_b {
@@ -71,20 +60,19 @@ fn merge<'a>(mut a: &[Entry], mut b: &[Entry], out: &mut [Entry], text: &impl Fn
             *loser = common_length as u32;
         }
         if first_is_a {
-            out[written] = Entry { branch: x.branch, shared: written_a };
+            out.push(Entry { branch: x.branch, shared: written_a });
             a = &a[1..];
             shared_a = a.first().map_or(0, |next| next.shared);
         } else {
-            out[written] = Entry { branch: y.branch, shared: written_b };
+            out.push(Entry { branch: y.branch, shared: written_b });
             b = &b[1..];
             shared_b = b.first().map_or(0, |next| next.shared);
         }
-        written += 1;
     }
     for (remaining, shared) in [(a, shared_a), (b, shared_b)] {
-        if let Some(first) = remaining.first() {
-            out[written..].copy_from_slice(remaining);
-            out[written] = Entry { branch: first.branch, shared };
+        if let Some((first, others)) = remaining.split_first() {
+            out.push(Entry { branch: first.branch, shared });
+            out.extend_from_slice(others);
         }
     }
 }
