@@ -212,20 +212,11 @@ def too_long_losses(sequences: Sequences, groups: Groups, lost: Counts, over: In
     return out
 
 
-def has_zero_advantage(
-    sequences: Sequences, by_branch: Floats | None, by_token: Floats | None, groups: Groups
-) -> NDArray[np.bool_]:
-    """Return [R] bool: the traces of a step in which all trained tokens have advantage 0.
-
-    Args:
-        by_branch, by_token: [N] or [T], the advantages; one of them is None.
-    """
+def has_zero_advantage(sequences: Sequences, advantages: Floats, groups: Groups) -> NDArray[np.bool_]:
+    """Return [R] bool: the traces of a step in which all trained tokens have advantage 0."""
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
     has_advantage = np.zeros(sequences.traces, bool)
-    if by_branch is not None:
-        has_advantage[sequences.trace[by_branch != 0]] = True
-    else:
-        owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
-        has_advantage[owner[by_token != 0]] = True
+    has_advantage[owner[advantages != 0]] = True
     return ~has_advantage & (groups.step >= 0)
 
 
@@ -307,8 +298,7 @@ def pack(
     """
     _check_types(sequences, requirements, shape, too_long, share_prefixes, seed)
     _check(requirements, tokens_per_row, ranks, rank, groups_per_step, pad_to_multiple_of, skip_zero_advantage)
-    by_branch = _advantages_by_branch(sequences, advantages, per)
-    by_token = advantages_by_token(sequences, advantages, per) if by_branch is None else None
+    per_token = advantages_by_token(sequences, advantages, per)
     whole_traces = requirements is not None and requirements.trace_ratio
     trace = _contiguous(sequences.trace, np.int32)
     cu = _contiguous(sequences.cu_seqlens, np.int64)
@@ -319,7 +309,7 @@ def pack(
     none = np.zeros(sequences.traces, bool)
     masked = none if count_always is None else _validation.flags(count_always, "count_always", length=sequences.traces)
     groups = group_into_steps(sequences, sizes.terms, masked, groups_per_step, seed)
-    idle = has_zero_advantage(sequences, by_branch, by_token, groups) if skip_zero_advantage else none
+    idle = has_zero_advantage(sequences, per_token, groups) if skip_zero_advantage else none
     length = np.where(idle[trace], 0, sizes.length).astype(np.int32)
     shape = shape or ModelShape()
     cost = PlacementCost(shape.token_flop, shape.pair_flop, shape.term_flop)
@@ -338,7 +328,7 @@ def pack(
     rows_of_rank = _core.pack_lay(*columns, *plan, int(pad_to_multiple_of))
     layout = Layout(**rows_of_rank, images=sequences.images, keys=keys, sampling=RecordedSampling.of(sequences))
     idle |= masked & (groups.terms == 0)
-    by_term = _by_term(sequences, groups, layout, trace, by_branch, by_token)
+    by_term = _by_term(sequences, groups, layout, trace, per_token)
     packed = _Packing(
         groups,
         placement,
@@ -410,16 +400,6 @@ class _Packing(NamedTuple):
     skipped: list[SkippedTraces]
 
 
-def _advantages_by_branch(
-    sequences: Sequences, advantages: ArrayLike, per: Literal["trace", "term"] | None
-) -> Floats | None:
-    """Return [N] float32: the advantage of each branch if there is one finite value per trace, else None."""
-    _validation.one_of(per, "per", ("trace", "term", None))
-    values = _validation.as_floats(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
-    is_per_trace = per != "term" and values.shape == (sequences.traces,) and np.isfinite(values).all()
-    return values[sequences.trace] if is_per_trace else None
-
-
 def advantages_by_token(
     sequences: Sequences, advantages: ArrayLike, per: Literal["trace", "term"] | None = None
 ) -> Floats:
@@ -433,13 +413,13 @@ def advantages_by_token(
     Raises:
         ArgumentError: if the shape is different, or the advantage of a trained token is not finite.
     """
-    by_branch = _advantages_by_branch(sequences, advantages, per)
+    _validation.one_of(per, "per", ("trace", "term", None))
+    values = _validation.as_floats(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
     lengths = np.diff(sequences.cu_seqlens)
-    if by_branch is not None:
-        out = np.repeat(by_branch, lengths)
+    if per != "term" and values.shape == (sequences.traces,) and np.isfinite(values).all():
+        out = np.repeat(values[sequences.trace], lengths)
         # This takes a fifth of the time of `np.where`.
         return np.multiply(out, sequences.trainable, out=out)
-    values = _validation.as_floats(_validation.numbers(advantages, "advantages"), np.float32, "advantages")
     owner = np.repeat(sequences.trace, lengths)
     terms = sequences.terms
     out = np.zeros(sequences.tokens, np.float32)
@@ -502,22 +482,14 @@ def _measure_branches(
 
 
 def _by_term(
-    sequences: Sequences,
-    groups: Groups,
-    layout: Layout,
-    trace: Ints,
-    by_branch: Floats | None,
-    by_token: Floats | None,
+    sequences: Sequences, groups: Groups, layout: Layout, trace: Ints, advantages: Floats
 ) -> dict[str, NDArray[Any]]:
-    """Return the columns of all trained tokens, by the name of their field in `Step`.
-
-    Args:
-        by_branch, by_token: as for `has_zero_advantage`.
-    """
+    """Return the columns of all trained tokens, by the name of their field in `Step`."""
     of_tokens = {
         "turn": _contiguous(sequences.turn, np.int32),
         "version": _contiguous(sequences.version, np.int32),
         "rollout_logprobs": _contiguous(sequences.rollout_logprobs, np.float32),
+        "advantages": advantages,
         "alignment_level": _contiguous(sequences.alignment_level, np.uint8),
     }
     of_branches = {
@@ -527,8 +499,6 @@ def _by_term(
         "group_terms": groups.group_terms[trace],
         "group_traces": groups.group_traces[trace],
     }
-    of_branches |= {} if by_branch is None else {"advantages": by_branch}
-    of_tokens |= {} if by_token is None else {"advantages": by_token}
     gathered = _core.pack_gather(layout.origin, layout.branch, [*of_tokens.values()], [*of_branches.values()])
     columns = dict(zip([*of_tokens, *of_branches], gathered, strict=True))
     return {"origin": layout.origin, "branch": layout.branch, **columns}
