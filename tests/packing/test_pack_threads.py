@@ -28,7 +28,7 @@ traces = tg.read(sys.argv[1] + "/traces.jsonl.zst")
 example = tg.align(traces, tg.Tokenizer.from_pretrained(sys.argv[1] + "/model"))
 for name in ("ids", "source", "trainable", "rollout_logprobs", "alignment_level", "turn", "cu_seqlens"):
     add(getattr(example, name))
-random = np.random.default_rng(0)  # more branches than one thread sorts, with few ids, so that prefixes are common
+random = np.random.default_rng(0)  # many short branches of few ids, so that prefixes are common
 ids, starts = random.integers(0, 3, 36_000), np.arange(0, 36_001, 9)
 trainable = np.tile(np.arange(9) > 2, 4000)
 logprobs = np.where(trainable, -1.0, np.nan)

@@ -326,7 +326,8 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
     call_records = other_records = graded_records = 0
     tokens, wants_tokens = TokenColumns(), bool({"logprobs", "token_ids", "sampling"}.intersection(names))
     repeated = RepeatedRecords()
-    for record, roots, place in _first(source):
+    places, records = _resolved(source)
+    for record, roots, place in _first(places, records):
         if (record_spans := _spans(record)) is not None:
             for kind, span in record_spans:
                 spans.add(kind, span)
@@ -345,7 +346,7 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
             continue
         call_records += len(converted)
         calls.add(record, converted)
-        if "session" in names:
+        if "session" in names and len(places) > 1:
             repeated.add(place, record, converted)
         if wants_tokens:
             tokens.add(record, {**converted[0], **(record if isinstance(record, dict) else {})})
@@ -626,7 +627,14 @@ def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, 
         yield 1, place, chat.without({**original, **each}, *shared)
 
 
-def _first(source: Any) -> Iterator[tuple[Any, bool, int]]:
+def _resolved(source: Any) -> tuple[list[sources.Place], Any]:
+    """Return the result of `resolve`, without places and records if it fails: the reader reports errors."""
+    with contextlib.suppress(TracegradError):
+        return resolve(source)
+    return [], None
+
+
+def _first(places: Sequence[sources.Place], records: Any) -> Iterator[tuple[Any, bool, int]]:
     """Yield the first records, parsed, with the result of `only_roots` for their source, and the number of that source.
 
     Of a few files, each gets an equal share. Lines of a batch come last, and answers have their requests if both are
@@ -634,9 +642,8 @@ def _first(source: Any) -> Iterator[tuple[Any, bool, int]]:
     """
     byte_count = count = 0
     joined = Batches([])
-    opened = enumerate(_opened(source, sources.Options(on_error="skip")))
-    shares = _file_count(source)
-    for number, opened_source in opened:
+    shares = len(places) if 1 < len(places) <= MOST_FILES else 1
+    for number, opened_source in enumerate(_opened(places, records, sources.Options(on_error="skip"))):
         file_bytes = 0
         with contextlib.suppress(TracegradError):  # The reader reports errors.
             roots = only_roots(opened_source.head())
@@ -657,18 +664,9 @@ def _first(source: Any) -> Iterator[tuple[Any, bool, int]]:
         yield parse_record(line.raw), False, 0
 
 
-def _file_count(source: Any) -> int:
-    """Return the number of input files if they are a few, else 1."""
-    with contextlib.suppress(TracegradError):
-        places, _ = resolve(source)
-        return len(places) if 1 < len(places) <= MOST_FILES else 1
-    return 1
-
-
-def _opened(source: Any, options: sources.Options) -> Iterator[sources.Source]:
+def _opened(places: Sequence[sources.Place], records: Any, options: sources.Options) -> Iterator[sources.Source]:
     """Yield the sources of the inputs that can be opened."""
     with contextlib.suppress(TracegradError):
-        places, records = resolve(source)
         if not places:
             yield sources.open_object(records, options)
         for place in places:
