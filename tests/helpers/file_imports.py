@@ -132,7 +132,7 @@ def python_imports(package: Path) -> Imports:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a tree that are not for types alone, and the clauses that hold some."""
+    """Yield the statements and clauses of a tree, without those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         is_for_types = isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING"
         if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case) and not is_for_types:

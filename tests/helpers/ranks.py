@@ -72,11 +72,11 @@ OBJECTIVES = {
         entropy=EntropyBonus(0.2, masked=False, reduce=Reduce("token")),
     ),
 }
-"""One of every class: what they sum over, at which level, with which denominators."""
+"""One objective of each class: they differ in what they sum, at which level, and in the denominators."""
 FLOATS = ("token", "trace", "batch budget")
-"""Those that are taken in float32 too."""
+"""Objectives that are also computed in float32."""
 QUICK = ("token", "trace", "group denominators", "batch budget")
-"""Those of a quick run, in float64: they sum over each kind of thing."""
+"""Objectives of a quick run, in float64: one for each kind of sum."""
 
 
 def hostile(
@@ -138,7 +138,7 @@ def steps_of(seed: int, objective: Any, ranks: int, rank: int, *, masked: bool =
 
 
 class Keep(torch.optim.SGD):
-    """SGD that leaves the gradient where it was, whole, before the update."""
+    """SGD that keeps the complete gradient of each update."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
@@ -151,7 +151,7 @@ class Keep(torch.optim.SGD):
 
 
 def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **case: Any) -> Any:
-    """The gradient of each step, parameters updated in between, and what the steps said; the model is put back."""
+    """Return the gradients, losses and token counts of consecutive steps. The model is restored."""
     target = model.model
     start = [parameter.detach().clone() for parameter in target.parameters()]
     optimizer = Keep(target.parameters())
@@ -168,7 +168,7 @@ def gradients(model: Any, seed: int, objective: Any, ranks: int, rank: int, **ca
 
 
 def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
-    """The gradient of the ranks, beside that of the first alone, for every class of objective or the quick ones."""
+    """Compare the gradient of all ranks with that of one process, for all objectives or the quick ones."""
     floats = ((torch.float64, tuple(OBJECTIVES)), (torch.float32, FLOATS))
     for dtype, names in floats if every else ((torch.float64, QUICK),):
         seed = 0 if dtype == torch.float64 else 1
@@ -183,7 +183,7 @@ def law(ranks: int, rank: int, every: bool) -> Iterator[tuple[str, Any]]:
 
 
 def differences(found: Any, said: Any, wanted: Any, told: Any) -> dict[str, Any]:
-    """How far gradients and numbers of steps are from those of one process."""
+    """Return the relative differences of gradients and metrics from those of one process."""
     apart = [0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
     numbers = np.abs(np.array(said) - np.array(told)) / np.abs(told).clip(1e-3)
     return {"apart": apart, "numbers": float(numbers.max())}
@@ -214,7 +214,7 @@ class StopAfter:
 
 
 def trained(out: Path, *, adapters: bool = False, **options: Any) -> tuple[Any, torch.Tensor]:
-    """A whole run with a reference, and the parameters it came to."""
+    """Train with a reference model, and return the final parameters."""
     model = tiny_model(0, attn_implementation="sdpa")
     model = with_adapters(model, 4) if adapters else model
     changes = options.pop("changes", {})
@@ -240,7 +240,7 @@ CHARGED = {
 
 
 def runs(ranks: int, rank: int, out: Path, every: bool) -> Iterator[tuple[str, Any]]:
-    """Whole runs beside those of one process, which the parent left in `out`; a quick one under FSDP is stopped."""
+    """Compare runs with those of one process, which are in `out`; a quick run under FSDP is stopped."""
     if ranks == 4:
         if rank == 0:
             shutil.copytree(out / "stopped", out / "stopped, by four", symlinks=True)
@@ -322,7 +322,7 @@ def beside(found: torch.Tensor, path: Path) -> float:
 
 
 def alone_main(out: Path) -> None:
-    """What one process comes to, and half of a run for others to resume."""
+    """Train in one process, and write half of a run that other processes resume."""
     sampled(tiny_model()).save(out / "saved")
     done, found = trained(out / "alone")
     torch.save(found, out / "alone.pt")
@@ -346,13 +346,13 @@ def alone_main(out: Path) -> None:
 
 
 def after_main(out: Path) -> None:
-    """One process goes on with what two ranks had stopped."""
+    """Resume in one process a run that two ranks had stopped."""
     done, found = trained(out / "stopped", resume=True)
     (out / "after.json").write_text(json.dumps({"apart": beside(found, out / "alone.pt"), "step": done.step}))
 
 
 def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
-    """One process of a group: every case, written by the first."""
+    """Run all cases in one process of a group; the first process writes the results."""
     joined(port, ranks, rank)
     every = (out / "every").exists()
     found = {**dict(law(ranks, rank, every)), **dict(runs(ranks, rank, out, every))}
@@ -369,7 +369,7 @@ def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
 
 
 def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> None:
-    """One process of a group that takes cases until there are no more: a line of JSON each, answered by the first."""
+    """Run cases in one process of a group until there are no more. A case is a line of JSON; the first answers it."""
     joined(port, ranks, rank)
     cases = asked.open() if rank == 0 else None
     told = answers.open("w") if rank == 0 else None
@@ -387,7 +387,7 @@ def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> 
 
 
 def drawn(ranks: int, rank: int, objective: str, mode: str, dtype: str, seed: int, **case: Any) -> dict[str, Any]:
-    """How far the gradient of a case on these ranks is from that of the first alone; what each rank had and kept."""
+    """Return how far the gradient of a case is from that of one process, and the token counts of each rank."""
     kind = getattr(torch, dtype)
     shared = wrap(tiny_model(4, attn_implementation="sdpa").to(kind), mode)
     found, said, more = gradients(shared, seed, OBJECTIVES[objective], ranks, rank, **case)
@@ -414,7 +414,7 @@ class Failing:
 
 
 def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
-    """What each of two ranks says: of a bare model, of gathered parameters after a measurement, and of lost memory."""
+    """Write the error messages of a rank for a plain model, traces that differ, a hybrid model and too little memory."""
     from torch.distributed.tensor import DTensor
 
     import tracegrad.trainer.trainer as run
@@ -447,7 +447,7 @@ def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
 
 
 def raising_main(port: int, ranks: int, rank: int, out: Path) -> None:
-    """What each of two ranks says of an error of a stranger's that the second meets alone."""
+    """Write the error message of a rank if only the second meets an error that is not ours."""
     import tracegrad.trainer.trainer as run
 
     joined(port, ranks, rank)
@@ -483,13 +483,13 @@ CRASHED = 139
 
 
 def code_of(children: list[int]) -> int:
-    """Waits for processes; 0 where all ended well."""
+    """Wait for processes. Return 0 if all succeeded."""
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return CRASHED if -signal.SIGSEGV in codes else int(any(codes))
 
 
 def forked(ranks: int, main: Callable[..., None], *arguments: Any) -> list[int]:
-    """Process ids of a group that shares this process's imports."""
+    """Return the process ids of forks of this process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
