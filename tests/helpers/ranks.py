@@ -369,7 +369,7 @@ def rank_main(port: int, ranks: int, rank: int, out: Path) -> None:
 
 
 def drawn_main(port: int, ranks: int, rank: int, asked: Path, answers: Path) -> None:
-    """Run cases in one process of a group until there are no more. A case is a line of JSON; the first answers it."""
+    """Run cases, each a line of JSON, in one process of a group until there are no more; the first one answers."""
     joined(port, ranks, rank)
     cases = asked.open() if rank == 0 else None
     told = answers.open("w") if rank == 0 else None
