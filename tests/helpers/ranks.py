@@ -414,7 +414,7 @@ class Failing:
 
 
 def failing_main(port: int, ranks: int, rank: int, out: Path) -> None:
-    """Write the error messages of a rank for a plain model, traces that differ, a hybrid model and too little memory."""
+    """Write the errors of a rank for a plain model, traces that differ, a hybrid model and too little memory."""
     from torch.distributed.tensor import DTensor
 
     import tracegrad.trainer.trainer as run
