@@ -33,6 +33,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["TRACEGRAD_CACHE"] = tempfile.mkdtemp(prefix="tracegrad-tests-")
     atexit.register(shutil.rmtree, os.environ["TRACEGRAD_CACHE"], ignore_errors=True)
 
+# Durable writes wait for the disk, some 10 ms each. The files of tests are kept in memory if it has room for them.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Collecting imports millions of objects that stay; looking for garbage among them takes a quarter of its time.
 gc.disable()
 
