@@ -21,6 +21,7 @@ from tracegrad.data.formats import span_calls, span_containers
 from tracegrad.prepare.split import split_inputs
 
 FILES = Path(__file__).parent / "spans"
+STRANGERS = FILES.parent / "strangers" / "fifth"
 NAMES = sorted(path.name for path in FILES.iterdir() if not path.name.startswith(("README", "semconv_logs")))
 REWARDS = {
     "openinference": "attributes.eval.right.score",
@@ -241,10 +242,81 @@ def test_calls_without_messages_and_failed_calls_are_refused_at_their_line(tmp_p
     assert re.search(r"spans.jsonl:3.*503", report.errors[0])
     assert re.search(r"spans.jsonl:4.*no route", report.errors[1])
     assert re.search(
-        r"spans.jsonl:2: the span a{8} is a model call without its messages.*CAPTURE_MESSAGE", report.errors[2]
+        r"spans.jsonl:2: the span a{8} is a model call without the content of its messages.*CAPTURE_MESSAGE",
+        report.errors[2],
     )
     with pytest.raises(tg.TracegradError, match="TG-FORMAT-005"):
         tg.read(path)
+
+
+UNCAPTURED = [
+    ([{"role": "user"}], [{"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}], {}),
+    ([{"role": "user", "content": "q"}], [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], {}),
+    ([{"role": "user", "content": "q"}], [{"role": "assistant", "parts": [{"type": "text"}]}], {}),
+    ([{"role": "user", "parts": [{"type": "text"}]}], [{"role": "assistant", "content": "4"}], {}),
+    ([{"role": "system", "content": "s"}, {"role": "user"}], [{"role": "assistant", "content": "4"}], {}),
+    ([{"role": "user", "content": ""}], [{"role": "assistant", "content": "4"}], {}),
+    ([], [{"role": "assistant", "content": "4"}], {}),
+    ([{"role": "user", "content": "q"}], [{"role": "assistant", "content": "__REDACTED__"}], {}),
+    ([{"role": "user", "content": "q"}], [], {"gen_ai.usage.output_tokens": 3}),
+    ([{"role": "user", "content": "q"}], [], {"gen_ai.response.finish_reasons": ["stop"]}),
+]
+
+
+@pytest.mark.parametrize(("inputs", "outputs", "more"), UNCAPTURED)
+def test_a_call_that_lacks_the_content_of_a_message_is_refused_with_that_reason(inputs, outputs, more):
+    attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": inputs, "gen_ai.output.messages": outputs}
+    report = tg.read(
+        [chat("b", ["q"], "4"), {**span("a"), "attributes": attributes | more}], on_error="skip"
+    ).read_report
+    assert (report.traces, report.reasons) == (1, {"wrong_type": 1})
+    assert "without the content of its messages" in report.errors[0]
+    assert "CAPTURE_MESSAGE_CONTENT=true" in report.errors[0]
+
+
+def test_contents_that_were_not_captured_are_told_from_empty_ones():
+    path = STRANGERS / "openai_v2_uncaptured.jsonl.gz"
+    report = tg.read(path, on_error="skip").read_report
+    assert (report.traces, report.reasons) == (0, {"wrong_type": 9}), "9 calls, none of which failed"
+    # The tool has no parameters, its result is empty, and so is the last answer.
+    tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    call = {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "f"}}]}
+    inputs = [{"role": "user", "content": "q"}, call, {"role": "tool", "tool_call_id": "x"}]
+    attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": inputs, "gen_ai.tool.definitions": tool}
+    attributes["gen_ai.output.messages"] = [{"role": "assistant", "content": ""}]
+    trace, _ = generation_of({**span("a"), "attributes": attributes})
+    assert trace.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    # Without its messages, a call has the ids that it was sent and those that it sampled.
+    ids = {"gen_ai.operation.name": "chat", "prompt_token_ids": [1, 2], "response_token_ids": [3]}
+    assert generation_of({**span("a"), "attributes": ids})[1].token_ids.tolist() == [3]
+
+
+def test_a_system_prompt_that_is_recorded_twice_counts_once():
+    traces = tg.read(STRANGERS / "openlit.jsonl.gz", map={"group": "prompt"})
+    # Counted in the file: three traces with 13 response ids, the system prompt in both attributes.
+    assert (len(traces), sum(len(each.generations) for each in traces)) == (3, 13)
+    systems = [[each["content"] for each in trace.messages if each["role"] == "system"] for trace in traces]
+    assert systems == [["You are a helpful desk agent."]] * 3
+    messages = [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, *MESSAGES[:1]]
+    for instructions, expected in (("a\n", ["a"]), ("c", ["c", "a"]), (["a", "b"], ["a", "b"]), (["b"], None)):
+        listed = messages if isinstance(instructions, list) else [messages[0], messages[2]]
+        parts = [{"type": "text", "content": text} for text in instructions]
+        said = instructions if isinstance(instructions, str) else json.dumps(parts)
+        record = chat("a", [], "4", gen_ai__input__messages=json.dumps(listed), gen_ai__system_instructions=said)
+        if expected is None:
+            with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*repeats a part of the system messages"):
+                tg.read([record])
+        else:
+            trace, _ = generation_of(record)
+            assert [each["content"] for each in trace.messages if each["role"] == "system"] == expected
+
+
+def test_a_span_with_only_an_output_is_no_call():
+    whole = {**span("b"), "attributes": {"gen_ai.output.messages": "the last answer"}}
+    traces = tg.read([chat("a", ["q"], "4"), whole])
+    assert [len(each.generations) for each in traces] == [1]
+    with pytest.raises(tg.TracegradError, match="TG-DATA-045"):
+        tg.read([whole])
 
 
 def generation_of(*records, **options):
@@ -406,7 +478,8 @@ def test_structured_values_parts_and_options_are_read():
     assert [each["role"] for each in named.messages] == ["user", "assistant", "user", "assistant"]
     assert generation.sampling == {"top_k": 40, "frequency_penalty": 0.5, "logit_bias": {"50": -100}}
     bad = [
-        {"key": "gen_ai.output.messages", "value": otlp_value([{"role": "assistant", "parts": [{"type": "video"}]}])}
+        {"key": "gen_ai.input.messages", "value": otlp_value(MESSAGES[:1])},
+        {"key": "gen_ai.output.messages", "value": otlp_value([{"role": "assistant", "parts": [{"type": "video"}]}])},
     ]
     record["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"] = bad
     with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*:1: .*a part of a message is of the type 'video'"):
@@ -479,14 +552,20 @@ def test_what_single_recorders_do_is_read():
     )
     assert trace.generations[0].token_ids.tolist() == [7]
     listed = json.dumps([{"role": "assistant", "content": "4"}])
-    old = {"llm.request.type": "chat", "gen_ai.completion": listed, "gen_ai.response.finish_reasons": '["length"]'}
+    old = {
+        "llm.request.type": "chat",
+        "gen_ai.prompt": "q",
+        "gen_ai.completion": listed,
+        "gen_ai.response.finish_reasons": '["length"]',
+    }
     grade = {"agentops.task.output": json.dumps({"type": "reward", "value": 0.25})}
     trace, generation = generation_of({**span("a"), "attributes": old}, {**span("b", "a"), "attributes": grade})
     assert (generation.finish_reason, trace.reward) == ("length", 0.25)
     called = {"llm.output_messages.0.message.function_call_name": "f", "llm.model_name": "m"}
     called |= {"llm.output_messages.0.message.function_call_arguments_json": "{}", "openinference.span.kind": "LLM"}
+    called["llm.input_messages.0.message.content"] = "q"
     trace, _ = generation_of({**span("a"), "attributes": called})
-    assert trace.messages[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert trace.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
 def test_completions_of_texts_have_no_roles_and_prompts_without_an_answer_failed():

@@ -15,8 +15,8 @@ TESTS = Path(__file__).parents[1]
 MODEL = TESTS.parent / "examples" / "quickstart" / "model"
 FOLDERS = {"minisweagent", "openai_streams", "openhands"}
 """Folders whose files are one input."""
-NOT_RECORDS = ("vllm_prompts.json", "conversation.json", "cut_off.eval", "README.md")
-"""Files of other tests: expected values, and a log without a sample."""
+NOT_RECORDS = ("vllm_prompts.json", "conversation.json", "cut_off.eval", "README.md", "openai_v2_uncaptured.jsonl.gz")
+"""Files of other tests: expected values, a log without a sample, and files whose records are all refused."""
 OFTEN = (
     "golden/servers/vllm_",
     "golden/dumps/t",

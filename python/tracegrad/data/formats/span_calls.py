@@ -48,12 +48,17 @@ _CHOICE, _GENERATED = "gen_ai.choice", "gen_ai.token.generated"
 MESSAGE_NAMES = frozenset((*_MESSAGE_EVENTS, _CHOICE))
 """Names of events with one message each. As log records, those of one span are its call."""
 _REQUEST = ("gen_ai.request", "gen_ai.openai.request", "agentlightning.operation.input")
+_MODELS = ("gen_ai.request.model", "llm.request.model_name", "llm.model_name", "gen_ai.response.model")
+_SYSTEM = ("system", "developer")
+_REDACTED = "__REDACTED__"
+"""Text that OpenInference writes in place of what its options hide."""
 
 
 def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the kind of a span, and the span; a CALL has its `request` and `response` instead of their attributes.
 
-    Without a name of its kind, a span is a call if it has a model's answer, or if a search of its attributes finds one.
+    Without a name of its kind, a span is a call if it has an answer and a prompt or the name of a model, or if a search
+    of its attributes finds a call.
 
     Raises:
         BadValueError: if the messages, ids or logprobs of a call are not what their names say.
@@ -62,15 +67,16 @@ def convert(span: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         attributes = _gathered(span)
         names = [attributes[name] for name in _KIND_NAMES if isinstance(attributes.get(name), str)]
         kinds = [kind for name in names if (kind := _KINDS.get(name.strip('"').lower()))]
-        has_answer = bool(_answers(attributes))
-        kind = kinds[0] if kinds else STEP if names or not has_answer else CALL
+        answers, inputs = _answers(attributes), _inputs(attributes)
+        is_model_call = bool(inputs) or any(attributes.get(name) for name in _MODELS)
+        kind = kinds[0] if kinds else CALL if answers and is_model_call and not names else STEP
         if kind == STEP and not names and (call := _structural_call(span)) is not None:
             return CALL, call
         if kind != CALL:
             return kind, {**span, **_reward(attributes)}
         raw = _raw_call(attributes)
-        if raw is None and not has_answer:
-            return FAILED if span["status"] or _value(attributes, _INPUTS) else BARE, dict(span)
+        if raw is None and (unread := _unread_kind(attributes, span["status"], inputs, answers)):
+            return unread, dict(span)
         is_numbered = not any(name in attributes for name in _INPUTS)
         if (
             raw is None
@@ -134,10 +140,10 @@ def bare_refusal(span: str) -> BadValueError:
     """Return the refusal of a model call whose messages are not recorded. `span` is its id."""
     return BadValueError(
         (
-            f"the span {span} is a model call without its messages",
-            "Instrumentations do not record the content of messages unless you tell them to",
-            "Set OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=span_and_event (or the option of your "
-            "instrumentation) before you record",
+            f"the span {span} is a model call without the content of its messages",
+            "Instrumentations leave it out by default",
+            "Set OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT=true (the newest ones: span_and_event), or the "
+            "option of your instrumentation, before you record",
         )
     )
 
@@ -229,8 +235,16 @@ def _value(attributes: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((value for name in names if (value := unfold(attributes, name))), None)
 
 
+def _inputs(attributes: Mapping[str, Any]) -> Any:
+    """Return the messages of the request; a text is a message of the user. None without any."""
+    inputs = _value(attributes, _INPUTS)
+    if inputs is None and (texts := _texts(attributes, _PROMPTS)):
+        return [{"role": "user", "content": text} for text in texts]
+    return [{"role": "user", "content": inputs}] if isinstance(inputs, str) else inputs
+
+
 def _answers(attributes: Mapping[str, Any]) -> list[Any]:
-    """Return the answers of a call, [] if none has content or a tool call."""
+    """Return the answers of a call, [] if the content of none of them is recorded."""
     answers = _value(attributes, _OUTPUTS)
     if answers is None and (texts := _texts(attributes, _COMPLETIONS)):
         return [{"role": "assistant", "content": text} for text in texts]
@@ -238,16 +252,80 @@ def _answers(attributes: Mapping[str, Any]) -> list[Any]:
         return [{"role": "assistant", "content": None}]
     if not isinstance(answers, list):
         return [{"role": "assistant", "content": answers}] if isinstance(answers, str) else []
-    said = [each for each in answers if isinstance(each, Mapping) and not _is_hidden(each)]
-    return answers if said else []
+    return answers if any(value is not None for each in answers for value in _contents(each, attributes)) else []
 
 
-def _is_hidden(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has nothing but its role and reason: its content was not recorded."""
-    inner = {**message, **chat.as_mapping(message.get("message"))}
-    return not any(
-        inner.get(key) is not None for key in ("content", "contents", "parts", "tool_calls", "function_call_name")
-    )
+def _contents(message: Any, attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the texts, arguments and other contents of a message. None is one that was not recorded.
+
+    Recorders leave out results of tools that are empty, and arguments of tools without parameters.
+    """
+    fields = chat.as_mapping(message)
+    fields = {**fields, **chat.as_mapping(fields.get("message"))}
+    calls = [chat.as_mapping(each) for each in record_fields.require_list(fields.get("tool_calls"), "tool_calls")]
+    if name := fields.get("function_call_name"):
+        calls.append({"name": name, "arguments": fields.get("function_call_arguments_json")})
+    parts = fields["parts"] if isinstance(fields.get("parts"), list) else []
+    for part in map(chat.as_mapping, parts):
+        if part.get("type") == "tool_call":
+            calls.append(part)
+        elif part.get("type") in ("text", "reasoning", "thinking"):
+            yield part.get("content")
+        elif part.get("type") != "tool_call_response":
+            yield part
+        elif (result := _result(part)) is not None:
+            yield result
+    for call in calls:
+        inner = chat.as_mapping(call.get("tool_call", call))
+        function = {**inner, **chat.as_mapping(inner.get("function"))}
+        if function.get("arguments") is not None or function.get("name") not in _tools_without_parameters(attributes):
+            yield function.get("arguments")
+    contents = [fields.get(key) for key in ("content", "contents")]
+    yield from (each for each in contents if each is not None)
+    yield from chat.pick(fields, ["reasoning_content", "reasoning", "refusal"]).values()
+    if fields.get("role") in (*_SYSTEM, "user") and not parts and contents == [None, None]:
+        yield None
+
+
+def _tools_without_parameters(attributes: Mapping[str, Any]) -> set[Any]:
+    """Return the names of the tools of the request whose recorded schema has no parameters."""
+    functions = [chat.as_mapping(each.get("function")) for each in _tools(attributes).get("tools", ())]
+    schemas = [(each.get("name"), each.get("parameters")) for each in functions]
+    return {name for name, schema in schemas if isinstance(schema, Mapping) and not schema.get("properties")}
+
+
+def _are_hidden(messages: Any, attributes: Mapping[str, Any]) -> bool:
+    """Return whether the content of one of the messages is not recorded."""
+    if not isinstance(messages, list) or _REDACTED in chat.arguments_json(messages):
+        return True
+    contents = [value for each in messages for value in _contents(each, attributes)]
+    return not contents or any(value is None for value in contents)
+
+
+def _unread_kind(attributes: Mapping[str, Any], status: Any, inputs: Any, answers: list[Any]) -> str | None:
+    """Return FAILED for a call without an answer, BARE for one that lacks the content of a message; None for others.
+
+    A call had an answer that is not recorded if it has an empty one, the reason of its end or a number of sampled
+    tokens.
+    """
+    if isinstance(inputs, dict):
+        return None  # Attributes were dropped, which is refused with another reason.
+    is_empty = all(value in ("", []) for each in inputs or () for value in _contents(each, attributes))
+    has_only_ids = inputs is None and _value(attributes, _PROMPT_IDS) is not None
+    lacks_prompt = (is_empty or _are_hidden(inputs, attributes)) and not has_only_ids
+    if not answers:
+        reasons = unfold(attributes, "gen_ai.response.finish_reasons") or [attributes.get("llm.finish_reason")]
+        has_ended = any(map(json_path.number, (attributes.get(name) for name in _SAMPLED_COUNTS)))
+        has_ended = has_ended or bool(_value(attributes, _OUTPUTS)) or not {None, "", "error"}.issuperset(reasons)
+        return FAILED if status or not (lacks_prompt or has_ended) else BARE
+    has_only_ids = _value(attributes, _OUTPUTS) is None and _value(attributes, _SAMPLED_IDS) is not None
+    return BARE if lacks_prompt or (_are_hidden(answers, attributes) and not has_only_ids) else None
+
+
+_SAMPLED_COUNTS = (
+    *("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.usage.completion_tokens"),
+    "llm.token_count.completion",
+)
 
 
 def _raw_call(attributes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -319,18 +397,36 @@ def _are_plain(messages: list[dict[str, Any]], role: str) -> bool:
 
 def _request(attributes: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
-    if instructions := unfold(attributes, "gen_ai.system_instructions"):
-        parts = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
-        messages += _messages({"role": "system", "parts": parts})
-    listed = _value(attributes, _INPUTS)
-    if isinstance(listed, str):
-        listed = [{"role": "user", "content": listed}]
-    for each in record_fields.require_list(listed, "the messages of the request"):
+    for each in record_fields.require_list(_inputs(attributes), "the messages of the request"):
         messages += _messages(each)
+    if instructions := unfold(attributes, "gen_ai.system_instructions"):
+        messages = _with_instructions(instructions, messages)
     request: dict[str, Any] = {**_options(attributes), "messages": messages, **_tools(attributes)}
-    models = ("gen_ai.request.model", "llm.request.model_name", "llm.model_name", "gen_ai.response.model")
-    model = next((attributes[name] for name in models if isinstance(attributes.get(name), str)), None)
+    model = next((attributes[name] for name in _MODELS if isinstance(attributes.get(name), str)), None)
     return request if model is None else {**request, "model": model}
+
+
+def _with_instructions(instructions: Any, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a request after its instructions, unless the system messages among them are the same.
+
+    By the convention, `gen_ai.system_instructions` are sent separately from the chat history, and system messages of
+    the history are only in `gen_ai.input.messages`. So both were sent if they differ. Some instrumentations record the
+    same prompt in both.
+
+    Raises:
+        ValueError: if some of the system messages repeat a part of the instructions.
+    """
+    parts = instructions if isinstance(instructions, list) else [{"type": "text", "content": instructions}]
+    separate = _messages({"role": "system", "parts": parts})
+    texts = [str(chat.as_mapping(each).get("content") or "").strip() for each in parts]
+    listed = [
+        each["content"].strip() for each in messages if each["role"] in _SYSTEM and isinstance(each["content"], str)
+    ]
+    if "".join(texts) == "".join(listed):
+        return messages
+    if not {*texts, "".join(texts)}.isdisjoint(listed):
+        raise ValueError("gen_ai.system_instructions repeats a part of the system messages in gen_ai.input.messages")
+    return [*separate, *messages]
 
 
 def _options(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -494,7 +590,7 @@ def _of_parts(role: str, parts: list[Any]) -> Iterator[dict[str, Any]]:
         elif kind == "tool_call":
             calls.append(_tool_call(part))
         elif kind == "tool_call_response":
-            result = next((part[key] for key in ("response", "result") if part.get(key) is not None), None)
+            result = _result(part)
             result = result if result is None or isinstance(result, str) else chat.arguments_json(result)
             results += 1
             yield {"role": "tool", "content": result, "tool_call_id": part.get("id")}
@@ -511,6 +607,11 @@ def _of_parts(role: str, parts: list[Any]) -> Iterator[dict[str, Any]]:
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     yield {**message, "tool_calls": calls} if calls else message
+
+
+def _result(part: Mapping[str, Any]) -> Any:
+    """Return the result in a part of the type `tool_call_response`; None without one."""
+    return next((part[key] for key in ("response", "result") if part.get(key) is not None), None)
 
 
 def _structural_call(span: Mapping[str, Any]) -> dict[str, Any] | None:
