@@ -4,6 +4,7 @@ import copy
 import importlib
 import re
 import sys
+import warnings
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tracegrad as tg
 from tiny import ONE_STEP, sampled, tiny_model
+from tracegrad import recipes
 from tracegrad.data.sampling import OPTIONS
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
@@ -174,12 +176,22 @@ SAME = {
 }
 
 
+def messages_of(warned):
+    """The warnings about logprobs that are not used and options without effect, except the latter's scale_rewards."""
+    texts = [str(each.message) for each in warned]
+    told = [text for text in texts if text.startswith(("The recorded logprobs", "Options of GRPOConfig"))]
+    return [text for text in told if not text.endswith("recorded traces: scale_rewards='none'.")]
+
+
 @pytest.mark.parametrize("case", list(SAME))
 @pytest.mark.first_cases(3)
 def test_two_updates_on_one_batch_are_those_of_trl_itself(case, start, tokenizer, tmp_path):
     objective, options = SAME[case]
     args = config(tmp_path, start.data.traces, num_iterations=2, max_steps=2, lr_scheduler_type="constant", **options)
-    mine = ours(start, tokenizer, args, objective=objective)
+    assert recipes.from_trl(args, rollout_logprobs=True).objective == objective
+    with warnings.catch_warnings(record=True) as warned:
+        mine = ours(start, tokenizer, args, objective=objective)
+    assert not messages_of(warned)
     theirs = trls_own(start, tokenizer, args)
     assert_same_step(mine, theirs, start)
     rows = mine.state.log_history
@@ -211,8 +223,10 @@ def test_trl_by_itself_takes_recorded_logprobs_and_drops_the_ratio_without_a_wor
     nonsense = SimpleNamespace(model=start.model, data=other)
     assert_same_step(silent, trls_own(nonsense, tokenizer, args, with_ratio=False), start, atol=0)
     assert not [name for name in silent.state.log_history[0] if name.startswith("sampling/")]
-    without = replace(presets.DAPO, weights=())
-    assert_same_step(ours(start, tokenizer, args, objective=without), silent, start)
+    without = recipes.from_trl(args).objective
+    with pytest.warns(UserWarning, match="The recorded logprobs are not used"):
+        mine = ours(start, tokenizer, args, objective=without)
+    assert_same_step(mine, silent, start)
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +359,14 @@ def test_trl_refuses_what_would_train_on_something_else(start, tokenizer, tmp_pa
         build(presets.DAPO_DIRECT, "ratio_one")
     with pytest.raises(ArgumentError, match="TG-INTEG-029"):
         build(presets.A3PO)
+    options = {"epsilon": 0.1, "mask_truncated_completions": True, "beta": 0.001}
+    with pytest.warns(UserWarning, match="Options of") as warned:
+        build(**options)
+    [text] = messages_of(warned)
+    assert "epsilon=0.1; mask_truncated_completions=True; beta=0.001, which loads a reference" in text
+    with pytest.warns(UserWarning, match="Options of") as warned:
+        build(recipes.from_trl(options, rollout_logprobs=True).objective, **options)
+    assert [each.split(": ", 1)[1] for each in messages_of(warned)] == ["mask_truncated_completions=True."]
 
 
 PLAIN = {name: SPLIT[name] for name in ("dapo", "grpo", "theta/rollout", "gspo, the trace's own ratio")}

@@ -20,6 +20,7 @@ from tracegrad.errors import ArgumentError
 from tracegrad.integrations import trl
 from tracegrad.integrations.trl import WithObjective
 from tracegrad.objective import Aggregation, Objective, Ratio, Reduce, Rejection, Truncate, Weight, presets, with_beta
+from tracegrad.recipes import from_trl
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "trainers"))
 GROUP, LR = 4, 0.05
@@ -155,7 +156,9 @@ def test_the_logprobs_that_came_with_the_tokens_weigh_as_trls_ratio_does(missing
     assert mine.state.log_history[0]["tracegrad/missing"] == int(
         mine._buffered_inputs[0]["sampling_per_token_logps"].isnan()[mine._buffered_inputs[0]["tool_mask"].bool()].sum()
     )
-    unweighed = trained("ours", start, config(tmp_path), objective=DAPO, rollout_func=rollout)
+    with pytest.warns(UserWarning, match="logprobs are not used") as warned:
+        unweighed = trained("ours", start, config(tmp_path, accumulate=2), objective=DAPO, rollout_func=rollout)
+    assert sum("logprobs are not used" in str(each.message) for each in warned) == 1
     with pytest.raises(AssertionError, match="embed_tokens"):
         assert_same_step(unweighed, theirs, start)
 
@@ -238,8 +241,10 @@ def test_what_trl_would_not_give_or_not_read_is_refused_by_name(start, tmp_path)
         build(with_beta(DAPO, 0.04))
     with pytest.raises(ArgumentError, match=r"TG-INTEG-022.*0\.04"):
         build(beta=0.04)
-    with pytest.raises(ArgumentError, match=r"TG-INTEG-021.*GRPOConfig\.loss_type.*cispo"):
-        build(loss_type="cispo")
+    with pytest.raises(ArgumentError, match=r"TG-INTEG-021.*loss_type='cispo', epsilon_high=5\.0.*from_trl"):
+        build(loss_type="cispo", epsilon_high=5.0)
+    cispo = config(tmp_path, loss_type="cispo", epsilon_high=5.0, beta=0.04)
+    trl._check_live(cispo, from_trl(cispo).objective)  # the options are those of the objective
     with pytest.raises(ArgumentError, match="TG-INTEG-019"):
         build(steps_per_generation=1, gradient_accumulation_steps=2)
     with pytest.raises(ArgumentError, match=r"TG-INTEG-029.*w.*=.*proximal/rollout.*GRPOTrainer"):

@@ -137,10 +137,11 @@ def test_code_is_fenced_and_its_language_is_tested_or_a_reason_is_given():
             assert (ROOT / named).is_file(), f"{block}: {named}"
 
 
+TRL_PAGE = "how-to/trl.md"
 PYTHON = [block for block in blocks("python") if not block.reason]
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}))
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON} - {TRL_PAGE}))
 def test_the_python_of_a_page_runs(page, at_home, known, monkeypatch):
     if page == "how-to/view.md":  # the run that its last lines open
         shutil.rmtree("out", ignore_errors=True)  # of other pages
@@ -155,6 +156,25 @@ def test_the_python_of_a_page_runs(page, at_home, known, monkeypatch):
         left = eval(code, vars(module))
         if left is not None:
             asyncio.run(left)
+
+
+def test_the_script_for_trl_is_complete_and_has_trls_correction_in_its_loss(at_home, recwarn):
+    [block] = [block for block in PYTHON if block.page == TRL_PAGE]
+    names = {}
+    exec(block.text, names)
+    trainer = names["trainer"]
+    assert not [each for each in recwarn if str(each.message).startswith(("The recorded", "Options of GRPOConfig"))]
+    loss = count = unweighted = 0.0
+    for terms in (inputs["terms"] for inputs in trainer._buffered_inputs):  # of the second step
+        trace, difference = terms.trace.numpy(), (terms.old - terms.rollout).numpy()
+        ratio = np.exp([difference[trace == each].sum() for each in trace])  # TRL's sequence_mask, at most 3
+        loss -= (np.where(ratio <= 3, ratio, 0) * terms.advantages.numpy()).sum()
+        unweighted -= terms.advantages.numpy().sum()
+        count += len(trace)
+    logged = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert len(logged) == 2
+    assert logged[1] == pytest.approx(loss / count, abs=1e-5)
+    assert logged[1] != pytest.approx(unweighted / count, abs=1e-4)
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)

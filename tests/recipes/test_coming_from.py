@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tracegrad as tg
 from generate_docs import PEERS, coming_from_page, imported_configs_page
 from tracegrad import config, recipes
 from tracegrad.cli import main
@@ -285,6 +286,48 @@ def test_a_run_like_each_peers_defaults_takes_its_steps(example, group, tmp_path
     assert "trained  1 steps" in said
 
 
+WITHOUT_CORRECTION = {
+    "trl": {},
+    "verl": {"algorithm": {"adv_estimator": "grpo"}},
+    "skyrl": {},
+    "art": {"precalculate_logprobs": True},
+}
+
+
+@pytest.mark.parametrize("peer", FROM)
+def test_a_config_that_leaves_the_recorded_logprobs_unused_is_one_warning_with_its_cure(
+    example, group, tmp_path, capsys, peer
+):
+    def warnings(options):
+        (tmp_path / "config.json").write_text(json.dumps(options))
+        told = ["--from-config", f"{peer}:{tmp_path / 'config.json'}", "--dry-run", "--data.holdout", "0"]
+        assert main(arguments(example, group, tmp_path / "out", *told)) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if "warning  the recorded logprobs" in line]
+
+    options = WITHOUT_CORRECTION[peer]
+    [warning] = warnings(options)
+    name, _, value = warning.split(" Set ")[1].split(" in the config")[0].partition(": ")
+    cured = {"true": True}.get(value, float(value) if value[0].isdigit() else value)
+    assert warnings({**options, name: cured}) == []
+
+
+def test_a_run_whose_loss_leaves_the_recorded_logprobs_unused_says_so(example, group, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    told = ["--data.holdout", "0", "--train.max_steps", "2", "--train.lora_rank", "1"]
+    assert main(arguments(example, group, tmp_path / "a", *told, "--objective", "TOPR_POSITIVE")) == 0
+    said = capsys.readouterr().out
+    assert said.count("warning  the recorded logprobs are not used: ") == 1
+    assert "DAPO, the default objective, has one" in said
+    lines = []
+    recipe = recipes.from_trl({"num_train_epochs": 1})
+    options = {"data.holdout": 0.0}
+    tg.train(example / "model", group, out=tmp_path / "b", recipe=recipe, options=options, log=lines.append)
+    [warning] = [line for line in lines if line.startswith("warning")]
+    assert "the recorded logprobs are not used" in warning
+    assert warning.endswith(" Call from_trl(config, rollout_logprobs=True).")
+    assert recipes.from_trl({}, rollout_logprobs=True) == recipes.from_trl({"use_vllm": True})
+
+
 def test_a_yaml_file_is_spelled_on_the_terminal_and_what_is_told_by_hand_wins(example, group, tmp_path, capsys):
     pytest.importorskip("yaml")
     file = tmp_path / "config.yaml"
@@ -334,13 +377,13 @@ def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
-    config = {"beta": 0.0, "output_dir": "o", "use_peft": True, "lora_r": 16, "use_vllm": False}
+    config = {"beta": 0.0, "output_dir": "o", "use_peft": True, "lora_r": 16}
     (tmp_path / "trl.json").write_text(json.dumps(config))
     command = ["train", "none.jsonl", "--model", "m", "--out", str(tmp_path / "o"), "--print-config"]
     assert main([*command, "--from-config", f"trl:{tmp_path / 'trl.json'}"]) == 0
     said = capsys.readouterr().out
     warned = [line.split()[2] for line in said.splitlines() if line.startswith("# warning")]
-    assert warned == ["use_peft", "use_vllm"]
+    assert warned == ["use_peft"]
     assert "--train.lora_rank" not in said
     assert "train.lora_rank is set" in said
     [ignored] = [line for line in said.splitlines() if line.startswith("# ignored")]

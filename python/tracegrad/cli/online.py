@@ -26,6 +26,7 @@ from tracegrad.cli.args import (
     verb,
 )
 from tracegrad.errors import ArgumentError
+from tracegrad.recipes.config_file import describe_unused_logprobs
 
 if TYPE_CHECKING:
     from tracegrad.cli.run_file import RunFile
@@ -147,6 +148,9 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     log = printer_for(options)
     log(*(f"# {line}" if options.dry_run else line for line in recipe_lines))
     objective = override_all(presets.find(run.config.objective.preset), dict(run.config.objective.overrides))
+    if not objective.requirements.rollout:
+        warning = f"warning  {describe_unused_logprobs('' if recipe is None else recipe.source)}"
+        log(f"# {warning}" if options.dry_run else warning)
     model, out, contract = run.place("model"), run.place("out"), _local_arguments(run, options.trainer_only)
     if options.dry_run:
         return _dry_run(run, objective, contract, as_json=options.json)

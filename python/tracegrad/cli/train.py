@@ -98,7 +98,7 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             f"TG-CLI-035: --ranks {options.ranks} needs --dry-run and must be at least 1. A training run has the ranks "
             "that torchrun starts. Remove --ranks, or add --dry-run."
         )
-    run_config, recipe_lines = _config(options, overrides)
+    run_config, recipe_lines, source = _config(options, overrides)
     extras.check(options, config.as_dict(run_config))
     objective = api.objective_of(run_config)
     options.model = folder_of(options.model)
@@ -118,12 +118,12 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         speak(*summary.lines())
         if options.dry_run:
             ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
-            return _dry_run(data, objective, run_config, options.model, summary if as_json else None, ranks)
-        return _learn(options, arguments, run_config, objective, data, summary, watch)
+            return _dry_run(data, objective, run_config, options.model, summary if as_json else None, ranks, source)
+        return _learn(options, arguments, run_config, objective, data, summary, watch, source)
 
 
-def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str]]:
-    """Return the config of a run, and the lines that describe its recipe.
+def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str], str]:
+    """Return the config of a run, the lines that describe its recipe, and the source of its objective for warnings.
 
     The start is the config of the resumed run, or the defaults. Recipe, file and command line override it in this
     order.
@@ -131,13 +131,20 @@ def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tu
     start = api.resumed_config(options.out, options.resume)
     recipe = args.recipe_from_flags(options)
     if recipe is None:
-        return config.load(options.config, overrides, start=start), []
+        return config.load(options.config, overrides, start=start), [], ""
     run_config, overridden = recipe.resolve(options.config, overrides, start=start)
-    return run_config, args.lines(options, recipe, overridden)
+    source = recipe.source if api.objective_of(run_config) == recipe.objective else ""
+    return run_config, args.lines(options, recipe, overridden), source
 
 
 def _dry_run(
-    data: Any, objective: Any, chosen: config.Config, model: Path, account: IngestSummary | None, ranks: int
+    data: Any,
+    objective: Any,
+    chosen: config.Config,
+    model: Path,
+    account: IngestSummary | None,
+    ranks: int,
+    objective_source: str,
 ) -> int:
     """Print what a run would do: steps, rows and their fill, memory and time. With `account`, print one JSON object."""
     from tracegrad.trainer.steps import TrainingData
@@ -158,10 +165,12 @@ def _dry_run(
         lines, numbers = _forecast(model, chosen, feed, ranks)
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
         estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
+        estimate["warnings"] = feed.warnings(objective_source)
         inputs = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
         print_json({"would": estimate, **inputs})
         return 0
     print_lines(
+        *(f"warning  {warning}" for warning in feed.warnings(objective_source)),
         *(f"note     {note}" for note in feed.notes),
         f"dry run  {plan.total:,} optimizer steps, {plan.steps_per_epoch:,} per epoch, on {int(feed.trained.sum()):,} "
         f"traces; {int(feed.held_out.sum()):,} held out for the off-policy estimate",
@@ -204,6 +213,7 @@ def _learn(
     data: Any,
     summary: IngestSummary,
     watch: Stopwatch,
+    objective_source: str,
 ) -> int:
     title = Path(redact(options.traces[0]).rstrip("/")).name
     result = api.train_aligned(
@@ -217,6 +227,7 @@ def _learn(
         title=title,
         log=printer_for(options),
         watch=watch,
+        objective_source=objective_source,
     )
     if options.json:
         places = _outputs(options.out, result)

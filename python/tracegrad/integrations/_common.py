@@ -1,5 +1,6 @@
 """Shared code of the integrations: padded tensors of aligned traces, and checks of objectives."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,6 +140,15 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
         )
 
 
+def warn_unused_logprobs() -> None:
+    """Report that the objective has no ratio to the recorded logprobs of the traces."""
+    warnings.warn(
+        "The recorded logprobs are not used: the objective has no ratio to the policy that sampled the tokens. Take "
+        "one that has, such as presets.DAPO, or recipes.from_trl(arguments, rollout_logprobs=True).objective.",
+        stacklevel=4,
+    )
+
+
 def check_sampling(objective: Objective, prefix: str, options: Mapping[str, Any]) -> None:
     """Check that a trainer, which computes logprobs over the whole vocabulary, also samples from all of it.
 
@@ -269,6 +279,8 @@ class RecordedTraces:
                 f"TG-INTEG-005: token {first[0]} is trainable and the first of its branch ({len(first)} such tokens). "
                 "It has no previous token that predicts it. Start each branch with a token that is not trained."
             )
+        if not objective.requirements.rollout and np.isfinite(sequences.rollout_logprobs[sequences.terms]).any():
+            warn_unused_logprobs()
         return cls(sequences, advantages_by_token(sequences, advantages), objective, missing_logprobs)
 
     @cached_property

@@ -7,7 +7,8 @@ docs/how-to/trl-rollouts.md describe them.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,20 @@ from torch import Tensor
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.errors import ArgumentError
 from tracegrad.integrations import peer
-from tracegrad.integrations._common import PaddedRows, RecordedTraces, TrainerInputs, as_trl, check_sampling, step_terms
+from tracegrad.integrations._common import (
+    PaddedRows,
+    RecordedTraces,
+    TrainerInputs,
+    as_trl,
+    check_sampling,
+    step_terms,
+    warn_unused_logprobs,
+)
 from tracegrad.model.structure import unwrap_adapters
 from tracegrad.objective import MissingLogprobs, Objective, presets
 from tracegrad.objective.correction import AllReduce
 from tracegrad.objective.torch_loss import Terms
+from tracegrad.recipes import from_trl
 
 __all__ = ["FromTraces", "WithObjective"]
 
@@ -120,7 +130,34 @@ _OBJECTIVE_OPTIONS = (
     *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
     *("vespo_lambda_neg", "top_entropy_quantile", "off_policy_mask_threshold", "entropy_coef", "use_adaptive_entropy"),
     *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    "vllm_importance_sampling_correction",
 )
+"""Options of TRL's loss, which the objective replaces."""
+_ROLLOUT_OPTIONS = (
+    *("scale_rewards", "multi_objective_aggregation", "reward_weights", "mask_truncated_completions"),
+    "log_completions",
+)
+"""Options of TRL's advantages and completions, which recorded traces do not have."""
+
+
+def options_without_effect(args: Any, objective: Objective, names: Sequence[str]) -> list[str]:
+    """Return the options among `names` that are not at their defaults, as `name=value`.
+
+    Options of the loss are left out if the objective is that of the config, by `from_trl`.
+    """
+    if objective in _objectives_of(args):
+        names = [name for name in names if name not in _OBJECTIVE_OPTIONS]
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    values = {name: getattr(args, name) for name in names if name in defaults}
+    return [f"{name}={value!r:.40}" for name, value in values.items() if value != defaults[name]]
+
+
+def _objectives_of(args: Any) -> list[Objective]:
+    """Return the objectives of a GRPOConfig, without and with recorded logprobs; empty if it has no counterpart."""
+    try:
+        return [from_trl(args, rollout_logprobs=each).objective for each in (False, True)]
+    except ArgumentError:
+        return []
 
 
 class WithObjective(_Base):
@@ -155,6 +192,7 @@ class WithObjective(_Base):
         objective.check_missing(missing_logprobs)
         self.objective = objective
         self.missing_logprobs: MissingLogprobs = missing_logprobs
+        self._warned_unused_logprobs = False
         super().__init__(*arguments, **options)
         _check_live(self.args, objective)
         recorded = self.use_vllm or self.rollout_func is not None
@@ -200,6 +238,9 @@ class WithObjective(_Base):
                 "TG-INTEG-020: the objective needs recorded logprobs, but this generation of GRPOTrainer has none. "
                 "Return 'logprobs' from rollout_func, or use an objective on theta/old."
             )
+        if not needs.rollout and rollout is not None and not rollout.isnan().all() and not self._warned_unused_logprobs:
+            self._warned_unused_logprobs = True
+            warn_unused_logprobs()
         needs_old_before_step = any(
             part.detached and "old" in ratio for part in self.objective.components for ratio, _ in part.ratios()
         )
@@ -249,13 +290,11 @@ def _mask(inputs: dict[str, Any]) -> Tensor:
 def _check_live(args: Any, objective: Objective) -> None:
     """Raise ArgumentError for options of GRPOConfig that would have no effect."""
     check_steps(args)
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name in _OBJECTIVE_OPTIONS:
-        if name in defaults and getattr(args, name) != defaults[name]:
-            raise ArgumentError(
-                f"TG-INTEG-021: GRPOConfig.{name} is {getattr(args, name)!r}, which has no effect: the objective "
-                f"is\n{objective}\nRemove the option, and set it in the objective."
-            )
+    if unused := options_without_effect(args, objective, _OBJECTIVE_OPTIONS):
+        raise ArgumentError(
+            f"TG-INTEG-021: options of GRPOConfig have no effect: {', '.join(unused)}. The loss is that of the "
+            "objective. Remove them, or pass the objective of the config: recipes.from_trl(args).objective."
+        )
     if args.use_vllm:
         options = {name: getattr(args, name, None) for name in _SAMPLING_OPTIONS}
         further = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
@@ -276,6 +315,7 @@ class FromTraces(_Base):
     `old` is computed before every `steps_per_generation` micro-batches and kept over `num_iterations`, as TRL does for
     its generations. Denominators are those of complete optimizer steps, so the split into micro-batches does not change
     the gradient. TRL's own loss options (loss_type, epsilon, scale_rewards and so on) and num_generations are ignored.
+    A warning names those that are set, unless `recipes.from_trl(args, rollout_logprobs=True)` has the same objective.
 
     Tokens with `sequences.support` are compared over it. The logits of such a micro-batch are in memory at once,
     because TRL's own forward pass returns logprobs over the whole vocabulary only.
@@ -308,6 +348,7 @@ class FromTraces(_Base):
         TRL_INPUTS.check(objective, available_inputs(args, rollout=True, ref=ref))
         self.recorded = RecordedTraces.of(sequences, advantages, objective, missing_logprobs)
         _check(args, self.recorded)
+        _warn_without_effect(args, objective)
         traces = self.recorded.traces
         rows = peer("datasets", VERSIONS).Dataset.from_dict({"prompt": [""] * len(traces), "trace": traces})
         trainer.setdefault("reward_funcs", [_recorded_reward])
@@ -400,6 +441,14 @@ class FromTraces(_Base):
 
 def _recorded_reward(**_: Any) -> list[float]:
     raise ArgumentError("TG-INTEG-023: evaluation needs a reward function. Pass reward_funcs=, or omit eval_dataset.")
+
+
+def _warn_without_effect(args: Any, objective: Objective) -> None:
+    unused = options_without_effect(args, objective, [*_OBJECTIVE_OPTIONS, *_ROLLOUT_OPTIONS])
+    if args.beta and not objective.requirements.ref:
+        unused.append(f"beta={args.beta}, which loads a reference model that the objective does not use")
+    if unused:
+        warnings.warn(f"Options of GRPOConfig have no effect on recorded traces: {'; '.join(unused)}.", stacklevel=3)
 
 
 def _check(args: Any, recorded: RecordedTraces) -> None:

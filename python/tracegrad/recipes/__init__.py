@@ -4,6 +4,8 @@
 one from measurements. `tracegrad train --recipe DAPO` starts from one.
 """
 
+from dataclasses import replace
+
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective, presets
 from tracegrad.recipes import recipe, verl
@@ -30,10 +32,10 @@ def find(name: str) -> Recipe:
     'std'
     """
     if name in verl.NAMES:
-        return verl.named(name)
+        return replace(verl.named(name), source=name)
     if isinstance(getattr(presets, name, None), Objective) and name not in __all__:
         raise ArgumentError(
             f"TG-RECIPE-001: {name} is an objective without a recipe: its source does not define the advantages. Set "
             f"objective {name}, and choose advantage.scale."
         )
-    return presets.load_named(name, Recipe, __name__, "recipe")
+    return replace(presets.load_named(name, Recipe, __name__, "recipe"), source=name)

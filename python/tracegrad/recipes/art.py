@@ -128,6 +128,7 @@ ART = Peer(
         "grad_accumulation_sequences plot_tensors logprob_calculation_chunk_size packed_sequence_length "
         "save_checkpoint verbose moe_routing_* batch_size"
     ),
+    correction="truncated_importance_sampling: 2.0",
     differs={
         "mean size of advantages": (
             "ART divides the advantages of a batch by their mean size, without an option. Here, call "

@@ -1,16 +1,17 @@
 """Load a file with another trainer's config as a recipe: `trl:config.yaml`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tracegrad.config import did_you_mean
 from tracegrad.errors import ArgumentError
-from tracegrad.recipes.art import from_art
+from tracegrad.recipes.art import ART, from_art
 from tracegrad.recipes.recipe import Recipe
-from tracegrad.recipes.skyrl import from_skyrl
-from tracegrad.recipes.trl import from_trl
-from tracegrad.recipes.verl import from_verl
+from tracegrad.recipes.skyrl import SKYRL, from_skyrl
+from tracegrad.recipes.trl import TRL, from_trl
+from tracegrad.recipes.verl import VERL, from_verl
 
 _IMPORTERS = {"trl": from_trl, "verl": from_verl, "skyrl": from_skyrl, "art": from_art}
 _MOST_BYTES = 1 << 18
@@ -38,9 +39,25 @@ def like(argument: str) -> Recipe:
             f"{', '.join(f'{p}:FILE' for p in _IMPORTERS)}.{did_you_mean(peer, _IMPORTERS)}"
         )
     try:
-        return _IMPORTERS[peer](_read(Path(file)))
+        return replace(_IMPORTERS[peer](_read(Path(file))), source=argument)
     except ArgumentError as error:
         raise ArgumentError(f"{file}: {error}") from error
+
+
+def describe_unused_logprobs(source: str) -> str:
+    """Return the warning about recorded logprobs that a loss does not use, with the fix for the source of the loss.
+
+    Args:
+        source: `Recipe.source`; empty for an objective that was set directly.
+    """
+    peers = {peer.name: peer for peer in (TRL, VERL, SKYRL, ART)}
+    peer = peers.get(source.partition(":")[0])
+    reason = "the recorded logprobs are not used: the loss has no ratio to the policy that sampled the tokens."
+    if peer is None:
+        return f"{reason} DAPO, the default objective, has one."
+    if source == TRL.name:
+        return f"{reason} Call from_trl(config, rollout_logprobs=True)."
+    return f"{reason} Set {peer.correction} in the config, or leave the config out for DAPO, the default."
 
 
 def _read(path: Path) -> Any:

@@ -50,6 +50,7 @@ class Peer:
         differs: intended differences from the peer's numbers, by name, with {sizes} that `build` fills in.
         warnings: options, or patterns of options, that users may expect to have an effect here: values that need no
             warning, and the warning.
+        correction: the setting, as in a YAML file, with which the loss uses recorded logprobs.
         truncation: the options that truncate what rollouts sample: their counterpart in `[rollout]`, and the peer's
             default, then other values that mean that it is not set.
     """
@@ -62,6 +63,7 @@ class Peer:
     unsupported: Mapping[str, UnsupportedOption]
     ignored: str
     differs: Mapping[str, str]
+    correction: str
     warnings: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     truncation: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -174,6 +176,7 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
         imported_options=(*_effects(peer, values, recipe), *_truncation_effects(peer, truncation)),
         unsupported=(*unmet, *recipe.unsupported),
         ignored_options=tuple(ignored),
+        source=peer.name,
     )
 
 

@@ -35,6 +35,7 @@ class Recipe:
             error for them. They do not affect the objective.
         ignored_options: for an imported config, its options that have no effect here: name and warning. The warning is
             empty for an option that only affects how the other trainer runs.
+        source: where it comes from, for messages: the name of a recipe, "trl" for a config of TRL, or "trl:FILE".
 
     Raises:
         ArgumentError: for an option that does not exist or that is a field of the recipe, and for `missing_logprobs`
@@ -59,6 +60,7 @@ class Recipe:
     differences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     unsupported: tuple[str, ...] = field(default=(), compare=False)
     ignored_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name, _ in self.config:

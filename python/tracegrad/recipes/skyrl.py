@@ -379,6 +379,7 @@ SKYRL = Peer(
         "trainer.tags trainer.dump_* trainer.print_* trainer.num_* trainer.log* trainer.fused_* trainer.callbacks* "
         "generator* environment* data* hydra* defaults"
     ),
+    correction="trainer.algorithm.off_policy_correction.tis_ratio_type: token",
     differs={
         "epsilon of the deviation": "SkyRL adds 1e-6 to the standard deviation of a group, tracegrad 1e-4",
         "means below 0": "SkyRL's maxrl flips the sign if the mean of a group is below 0; here the advantage is 0",

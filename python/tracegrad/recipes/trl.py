@@ -33,16 +33,26 @@ _MEAN, _PRODUCT = Aggregation("trace", "mean"), Aggregation("trace", "sum")
 _INFINITY = float("inf")
 
 
-def from_trl(config: Any) -> Recipe:
+def from_trl(config: Any, *, rollout_logprobs: bool = False) -> Recipe:
     """Convert a GRPOConfig, or a dict with its options, to a recipe. A printed recipe lists the effect of each option.
+
+    Args:
+        config: the config.
+        rollout_logprobs: use the recorded logprobs as TRL uses those of vLLM, with the config's
+            vllm_importance_sampling_* options, even if `use_vllm` is off. A GRPOConfig for recorded traces has it off.
 
     Raises:
         ArgumentError: for options without a counterpart, by name and with a fix.
 
     >>> print(from_trl({"loss_type": "cispo", "epsilon_high": 5.0}).objective.weights[0])
     clamp(w, 0, 5), w = theta/old
+    >>> config = {"vllm_importance_sampling_mode": "token_truncate"}  # or a GRPOConfig
+    >>> print(from_trl(config, rollout_logprobs=True).objective.weights[0])
+    clamp(w, 0, 3), w = old/rollout
     """
     options = flat(config, max_depth=0)
+    if rollout_logprobs:
+        options["use_vllm"] = True
     if isinstance(options.get("lr_scheduler_kwargs"), Mapping):
         options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
     if isinstance(options.get("reward_weights"), (list, tuple)):
@@ -329,6 +339,7 @@ TRL = Peer(
         "shuffle_dataset pad_to_multiple_of num_completions_to_print dtype attn_implementation use_peft lora_* bnb_* "
         "use_bnb_* dataset_* ignore_bias_buffers rewards reward_* tools"
     ),
+    correction="use_vllm: true",
     differs={
         "bonus of a quantile": (
             "TRL divides the entropy bonus by the tokens of the quantile in a micro-batch, tracegrad by all tokens of "
@@ -350,9 +361,6 @@ TRL = Peer(
             "the weight of its row, and counts as 0 in the mean"
         ),
     },
-    warnings={
-        "use_peft": ((False, None), "a run trains LoRA adapters only if train.lora_rank is set"),
-        "use_vllm": ((True, None), "tracegrad online rolls out on vLLM; as in TRL, vllm_* have no effect on the loss"),
-    },
+    warnings={"use_peft": ((False, None), "a run trains LoRA adapters only if train.lora_rank is set")},
     truncation={"top_p": ("top_p", (1.0, None)), "top_k": ("top_k", (0, None)), "min_p": ("min_p", (0.0, None))},
 )

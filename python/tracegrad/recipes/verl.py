@@ -480,7 +480,18 @@ def _rates(o: PeerConfig, steps: int) -> Options:
 _TRUNCATION = {
     f"actor_rollout_ref.rollout.{name}": (name, (default, None)) for name, default in (("top_p", 1.0), ("top_k", -1))
 }
-VERL = Peer("verl", "0.9.1", OPTIONS, _build, BESIDE, WITHOUT, OWN, DIFFERS, truncation=_TRUNCATION)
+VERL = Peer(
+    "verl",
+    "0.9.1",
+    OPTIONS,
+    _build,
+    BESIDE,
+    WITHOUT,
+    OWN,
+    DIFFERS,
+    correction="algorithm.rollout_correction.rollout_is: token",
+    truncation=_TRUNCATION,
+)
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 
 

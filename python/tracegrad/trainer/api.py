@@ -90,6 +90,8 @@ def train(
     """
     run_dir, model = RunDirectory(out), Path(model)
     with run_dir.lock() if is_first_rank() else nullcontext():
+        if isinstance(recipe, str):
+            recipe = recipes.find(recipe)
         config = _config(run_dir, recipe, objective, options or {}, resume)
         loss_objective = objective if isinstance(objective, Objective) else objective_of(config)
         watch = Stopwatch()
@@ -114,6 +116,7 @@ def train(
             log=log,
             watch=watch,
             title=account.source,
+            objective_source=recipe.source if recipe is not None and loss_objective == recipe.objective else "",
         )
 
 
@@ -204,6 +207,7 @@ def train_aligned(
     log: Callable[[str], None],
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
+    objective_source: str = "",
 ) -> TrainResult:
     """Train on aligned tokens: load the model, train, and write summary.json and report.html with the given title."""
     try:
@@ -222,7 +226,16 @@ def train_aligned(
     else:
         data = data.with_image_processor(model)
     result = trainer.train(
-        data, loaded, objective=objective, config=chosen, log=log, out=out, tokenizer=model, resume=resume, sinks=sinks
+        data,
+        loaded,
+        objective=objective,
+        config=chosen,
+        log=log,
+        out=out,
+        tokenizer=model,
+        resume=resume,
+        sinks=sinks,
+        objective_source=objective_source,
     )
     if is_first_rank():
         watch.seconds.update(result.seconds)
@@ -290,7 +303,7 @@ def _count_all(account: IngestSummary) -> TraceCounts:
 
 def _config(
     out: RunDirectory,
-    recipe: str | recipes.Recipe | None,
+    recipe: recipes.Recipe | None,
     objective: str | Objective | None,
     options: Mapping[str, Any],
     resume: bool,
@@ -304,8 +317,7 @@ def _config(
         overrides = [("objective", objective), *overrides]
     if recipe is None:
         return load(None, overrides, start=start)
-    recipe_value = recipes.find(recipe) if isinstance(recipe, str) else recipe
-    return recipe_value.resolve(None, overrides, start=start)[0]
+    return recipe.resolve(None, overrides, start=start)[0]
 
 
 def describe_run(

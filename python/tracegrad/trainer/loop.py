@@ -66,6 +66,7 @@ def train(
     reference: Any = None,
     sinks: Sequence[metrics.Sink] | None = None,
     log: Callable[[str], None] = print,
+    objective_source: str = "",
 ) -> TrainResult:
     """Train `model` in place on recorded traces.
 
@@ -88,6 +89,7 @@ def train(
             `train.ref_model`, or the starting model (without its adapters, if it has any).
         sinks: loggers in addition to metrics.jsonl; default a progress line and the dashboards of `train.report_to`.
         log: function that prints a line for the user.
+        objective_source: where the objective comes from, for warnings: `Recipe.source`, or empty.
 
     Raises:
         ArgumentError: if objective, data and config are incompatible, or `out` contains a run and `resume` is False.
@@ -147,6 +149,8 @@ def train(
                 lock.enter_context(trainer.run_dir.mirror.lock())
         rows = loop.start(resume)
         if ranks.first:
+            for sentence in feed.warnings(objective_source):
+                log(f"warning  {sentence}")
             for sentence in [*feed.notes, *loop.opening()]:
                 log(f"note     {sentence}")
         chosen_sinks = _sinks(loop, sinks) if ranks.first else []

@@ -15,6 +15,7 @@ from tracegrad.data.codes import ENDINGS, LEVELS, NO_LEVEL, TRUNCATED
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
 from tracegrad.packing import ModelShape, Sharing, Step, measure, nothing_to_train, pack, steps_of
+from tracegrad.recipes.config_file import describe_unused_logprobs
 from tracegrad.trainer.advantages import compute_advantages, reward_column
 from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
 from tracegrad.trainer.off_policy_eval import choose_held_out
@@ -486,6 +487,16 @@ class TrainingData:
     def catalog(self) -> TraceTable:
         """The table of all traces."""
         return self.source.catalog
+
+    def warnings(self, source: str = "") -> list[str]:
+        """Return warnings for the user.
+
+        Args:
+            source: where the objective comes from, as `Recipe.source`.
+        """
+        if self.objective.requirements.rollout or not self.catalog.known.any():
+            return []
+        return [describe_unused_logprobs(source)]
 
     @cached_property
     def trained(self) -> NDArray[np.bool_]:
