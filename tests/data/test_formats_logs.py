@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tracegrad as tg
@@ -11,6 +12,8 @@ from tracegrad.data import infer_fields
 from tracegrad.data.formats import registry
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "logs"
+SHARED = [folder / "shared" / "data" / "logprobs" / "llama_stack_recordings" for folder in Path(__file__).parents]
+RECORDINGS = next((folder for folder in SHARED if folder.exists()), None)
 
 
 def talk(trace):
@@ -172,3 +175,42 @@ def test_calls_and_results_in_the_parts_of_haystacks_messages_are_read():
     record["messages"][1]["content"].append({"image": {"base64_image": "AA=="}})
     with pytest.raises(tg.TracegradError, match=r"TG-DATA-043.*kind.*image"):
         tg.read([record])
+
+
+def test_recordings_of_llama_stack_are_calls_with_all_their_tokens():
+    stream = tg.stream(GOLDEN / "llama_stack.jsonl", on_error="skip")
+    traces = [trace for part in stream for trace in part]
+    assert [talk(trace) for trace in traces] == [
+        ["user 2+2?", "assistant 4", "user 3+3?", "assistant* It is 6"],
+        ["user 2+2?", "assistant*"],
+        ["user 2+2?", "assistant* 4"],
+    ]
+    assert [len(trace.generations[0].logprobs) for trace in traces] == [3, 3, 1]
+    [called] = traces[1].messages[1]["tool_calls"]
+    assert (called["id"], called["function"]) == ("c", {"name": "add", "arguments": '{"a": 2}'})
+    assert [bool(trace.tools) for trace in traces] == [False, True, False]
+    assert [trace.generations[0].temperature for trace in traces] == [1.0, 1.0, 0.5]
+    assert stream.read_report.bad == 1
+    assert "its response (keys body, is_streaming, is_exception" in stream.read_report.errors[0]
+
+
+@pytest.mark.skipif(not RECORDINGS, reason="shared/data/logprobs is not there")
+def test_recordings_of_others_have_the_tokens_that_json_alone_counts_in_them():
+    counts = {}
+    for path in RECORDINGS.glob("*.json"):
+        chunks = [each["__data__"] for each in json.loads(path.read_text())["response"]["body"]]
+        choices = [choice for each in chunks for choice in each["choices"]]
+        listed = [each for choice in choices for each in (choice["logprobs"] or {}).get("content") or ()]
+        deltas = [choice["delta"] for choice in choices]
+        called = [call["function"]["arguments"] for each in deltas for call in each.get("tool_calls") or ()]
+        text, known = "".join(each["content"] or "" for each in deltas), [each["logprob"] for each in listed]
+        counts[path.name] = (text, "".join(called), len(listed), sum(each for each in known if each > -9999))
+    traces = {Path(trace.location[0]).name: trace for trace in tg.read(RECORDINGS)}
+    assert (len(traces), sum(count[2] for count in counts.values())) == (16, 747)
+    for name, trace in traces.items():
+        [turn] = trace.generations
+        said = trace.messages[turn.message]
+        called = "".join(call["function"]["arguments"] for call in said.get("tool_calls") or ())
+        text, arguments, count, total = counts[name]
+        assert (said["content"] or "", called, len(turn.logprobs)) == (text, arguments, count)
+        assert float(np.nansum(turn.logprobs)) == pytest.approx(total, rel=1e-4)

@@ -11,6 +11,7 @@ from tracegrad import _core
 from tracegrad.cli import main
 from tracegrad.data import infer_fields
 from tracegrad.data.formats import openai, prompt_response, registry
+from tracegrad.errors import FormatError
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 USER = {"role": "user", "content": "2+2?"}
@@ -93,10 +94,6 @@ CUT = {
         "meta": {"gold": SAID},
     },
     "with sampled tokens": {"messages": [USER, {**BEFORE[0], "token_ids": [7]}, USER], "answer": "4", "answers": ["4"]},
-    "with a response as Python shows it": {
-        "messages": [USER, *BEFORE],
-        "response": f"ChatCompletion(id='c', a={SAID})",
-    },
     "in a span": {"messages": [USER, *BEFORE], "span_id": "s", "parent_id": None, "trace_id": "t"},
     "beside a list of others": {"messages": [USER, *BEFORE], "shots": [{"messages": [USER, SAID]}]},
     "with a result that is no answer": {"messages": [USER, *BEFORE], "result": {"status": "max_turns"}, "output": ""},
@@ -113,6 +110,82 @@ def test_a_conversation_that_was_cut_off_is_read_as_it_stands(name):
     assert not _core.Traces.plain([json.dumps(record).encode()], registry._KEYS)[0], (
         "whether more is beside it is looked at"
     )
+
+
+ODD, OPEN = {"said": "Yes: 4.", "is_streaming": True}, [USER, *BEFORE]
+PREFILLED = [*OPEN, {"role": "assistant", "content": "Yes"}]
+HUMAN, AI = {"type": "human", "data": {"content": "2+2?"}}, {"type": "ai", "data": {"content": "Four, I think."}}
+UNREAD = {
+    "as Python shows it": {"messages": OPEN, "response": f"ChatCompletion(id='c', a={SAID})"},
+    "in a list": {"messages": OPEN, "response": [ODD, ODD]},
+    "with the keys of an answer": {"messages": OPEN, "output": {"content": "Yes: 4.", "score": 1}},
+    "next to a request": {"request": {"messages": OPEN}, "response": ODD},
+    "next to a request that begins the answer": {"request": {"messages": PREFILLED}, "response": {"body": ODD}},
+    "next to an input": {"input": PREFILLED, "output": ODD},
+    "next to a conversation": {"talk": OPEN, "completion": ODD},
+    "in an object": {"data": {"sent": {"messages": OPEN, "model": "m"}, "got": ODD}},
+    "with a message elsewhere": {"request": {"messages": OPEN}, "response": ODD, "note": SAID},
+    "next to an expected answer": {"prompt": "2+2?", "response": ODD, "answer": "4"},
+    "next to expected answers": {"prompt": "2+2?", "responses": [ODD], "answers": ["4", "four"]},
+    "next to LangChain's messages": {"input": [HUMAN, AI, HUMAN], "output": ODD},
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_record_whose_response_is_not_read_is_refused(name, tmp_path):
+    key = next(key for record in (UNREAD[name], *UNREAD[name].values()) for key in ODD_KEYS if key in record)
+    with pytest.raises(FormatError, match=r"TG-(DATA-043|FORMAT-018)") as error:
+        tg.read([UNREAD[name]])
+    assert f"its {key} (" in str(error.value) or name == "with a message elsewhere"
+    assert "keys said, is_streaming" in str(error.value) or name not in ("next to a request", "in an object")
+    path = tmp_path / "traces.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in [{"messages": [USER, SAID]}] * 40 + [UNREAD[name]]))
+    stream = tg.stream(path, on_error="skip")
+    assert [said(each) for part in stream for each in part] == [[ANSWER]] * 40
+    assert stream.read_report.bad == 1
+
+
+ODD_KEYS = ("response", "responses", "output", "completion", "got")
+RUN = {"id": "r", "run_type": "chain", "inputs": {"messages": OPEN}, "outputs": {"said": ANSWER}}
+READ = {
+    "Anthropic's, in a body": (
+        {"body": {"messages": OPEN}, "url": "/"},
+        {"status": 200, "body": json.dumps({**ANTHROPIC, "stop_reason": "end_turn"})},
+    ),
+    "a serialized object": (
+        {"messages": OPEN},
+        {"$type": "x.Message", "value": {**ANTHROPIC, "stop_reason": "end_turn"}},
+    ),
+    "serialized chunks": ({"body": {"messages": OPEN}}, {"body": [{"_class": "c", "data": each} for each in CHUNKS]}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_body_or_the_fields_of_a_response_are_its_answer(name):
+    request, response = READ[name]
+    [trace] = tg.read([{"request": request, "response": response, "reward": 1.0}])
+    assert (said(trace), trace.reward) == ([ANSWER], 1.0)
+    assert trace.generations[0].finish_reason == (None if "chunks" in name else "stop")
+
+
+def test_answers_next_to_messages_of_langchain_and_the_earlier_answers_of_root_runs(tmp_path):
+    for output in (ANSWER, {"type": "ai", "data": {"content": ANSWER}}):
+        [trace] = tg.read([{"input": [HUMAN, AI, HUMAN], "output": output}])
+        assert said(trace) == [ANSWER]
+    path = tmp_path / "runs.jsonl"
+    rows = [RUN, {**RUN, "id": "s", "outputs": {"messages": [*OPEN, SAID]}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = tg.stream(path)
+    assert [said(each) for part in stream for each in part] == [[BEFORE[0]["content"], ANSWER]]
+
+
+@pytest.mark.parametrize("identity", ["", "c"])
+def test_a_stream_of_azure_begins_with_the_results_of_its_filter(identity, tmp_path):
+    first = {"id": identity, "object": "", "model": "", "choices": [], "prompt_filter_results": []}
+    path = tmp_path / "chunks.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in [first, *CHUNKS] * 2))
+    for source in ([[first, *CHUNKS]], [{"request": {"messages": OPEN}, "chunks": [first, *CHUNKS]}], path):
+        assert [said(each) for each in tg.read(source)] == [[ANSWER]] * (2 if source == path else 1)
 
 
 def test_what_is_plain_to_python_is_plain_to_the_core():
@@ -143,7 +216,7 @@ def test_a_record_far_behind_the_first_ones_is_looked_at_too(tmp_path):
     assert (report.records, report.traces, report.generations, report.unused_choices) == (46, 46, 46, 0)
     assert {name: count for name, (count, _) in report.formats.items()} == {"chat": 43, "stream": 1, "call": 2}
     assert report.bytes == sum(len(json.dumps(row)) for row in rows)
-    assert stream.lines() == ["convert  1 records of nested_call", "convert  1 records of choices"]
+    assert stream.lines() == ["convert  1 records of logged_call", "convert  1 records of choices"]
     assert len(tg.read(path, limit=42)) == 42
     assert [len(tg.read(path, limit=count)) for count in (44, 45)] == [44, 45]
 

@@ -7,6 +7,7 @@ google_adk   google-adk==2.13.0: a session as `adk run --save_session` writes it
 garak        garak==0.17.1: lines of a report
 haystack     haystack-ai==3.4.1: messages of an agent
 lighteval    lighteval==0.13.0: rows of details, as JSON
+llama_stack  openai==2.30.0: recordings as llama-stack==0.7.3 stores them (`testing/api_recorder.py`), one per line
 """
 
 import asyncio
@@ -175,6 +176,81 @@ def haystack():
     ]
     record = {"messages": [each.to_dict() for each in messages], "mark": 0.5}
     (HERE / "haystack.json").write_text(json.dumps(record) + "\n")
+
+
+def llama_stack():
+    """Recordings of a stream of Azure, a stream with a tool call, a whole response and a failed call."""
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    def stored(kind, fields, number):  # `_serialize_response` and `_normalize_response`
+        fields = {"id": f"rec-{number}", "created": 0, "model": "m", **fields}
+        part = kind.model_construct(**fields).model_dump(mode="json")
+        return {"__type__": f"{kind.__module__}.{kind.__qualname__}", "__data__": part}
+
+    def listed(*tokens):
+        return {
+            "content": [
+                {"token": each, "bytes": [*each.encode()], "logprob": -0.5, "top_logprobs": []} for each in tokens
+            ]
+        }
+
+    def chunk(delta, *tokens, end=None):
+        choice = {"index": 0, "delta": delta, "finish_reason": end, "logprobs": listed(*tokens) if tokens else None}
+        return {"object": "chat.completion.chunk", "choices": [choice]}
+
+    def call(at, **fields):
+        return {"tool_calls": [{"index": 0, "function": fields, **({"id": at, "type": "function"} if at else {})}]}
+
+    safe = {"hate": {"filtered": False, "severity": "safe"}}
+    filtered = {
+        "object": "",
+        "model": "",
+        "choices": [],
+        "prompt_filter_results": [{"prompt_index": 0, "content_filter_results": safe}],
+    }
+    usage = {"completion_tokens": 2, "prompt_tokens": 20, "total_tokens": 22}
+    last = {"object": "chat.completion.chunk", "choices": [], "usage": usage}
+    earlier = [USER, ANSWER, {"role": "user", "content": "3+3?"}]
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    streams = [
+        (
+            {"messages": earlier},
+            [
+                filtered,
+                chunk({"role": "assistant", "content": ""}),
+                chunk({"content": "It is"}, "It", " is"),
+                chunk({"content": " 6"}, " 6"),
+                chunk({}, end="stop"),
+                last,
+            ],
+        ),
+        (
+            {"messages": [USER], "tools": [schema]},
+            [
+                chunk({"role": "assistant"}),
+                chunk(call("c", name="add", arguments=""), "<add>"),
+                chunk(call(None, arguments='{"a": 2}'), '{"a":', " 2}"),
+                chunk({}, end="tool_calls"),
+            ],
+        ),
+    ]
+    bodies = [
+        (body, [stored(ChatCompletionChunk, each, number) for each in chunks], {"is_streaming": True})
+        for number, (body, chunks) in enumerate(streams)
+    ]
+    choice = {"index": 0, "finish_reason": "stop", "message": ANSWER, "logprobs": listed("4")}
+    whole = stored(ChatCompletion, {"object": "chat.completion", "choices": [choice]}, 2)
+    bodies.append(({"messages": [USER], "temperature": 0.5}, whole, {"is_streaming": False}))
+    error = {"is_streaming": False, "is_exception": True, "exception_message": "Error code: 429"}
+    bodies.append(({"messages": earlier}, None, error))
+    lines = []
+    for number, (body, answer, more) in enumerate(bodies):
+        body = {"model": "m", "logprobs": True, **body}
+        request = {"method": "POST", "url": "https://localhost/v1/chat/completions", "headers": {}, "body": body}
+        request |= {"endpoint": "/v1/chat/completions", "model": "m", "provider_metadata": {}}
+        record = {"test_id": f"tests/test_{number}.py", "request": request, "response": {"body": answer, **more}}
+        lines.append(json.dumps({**record, "id_normalization_mapping": {}}) + "\n")
+    (HERE / "llama_stack.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

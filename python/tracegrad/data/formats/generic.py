@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.data import chat, json_path
-from tracegrad.data.formats import langchain
-from tracegrad.data.formats.openai import ERRORS, REQUESTS, RESPONSES, is_list, normalize_name, parse_json_or_events
+from tracegrad.data.formats import langchain, record_fields
+from tracegrad.data.formats.openai import (
+    ERRORS,
+    REQUESTS,
+    RESPONSES,
+    is_list,
+    is_response_part,
+    normalize_name,
+    parse_json_or_events,
+)
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
 DEEPEST, MOST_LOOKED = 8, 4096
@@ -31,12 +39,16 @@ _NOT_KEPT = ("messages", "calls", "choices", "request", "response", "prompt_toke
 
 @dataclass
 class _Matches:
-    """Results of a search in a record, with their top-level keys; talks and answers also have their parent object."""
+    """Results of a search in a record, with their top-level keys; talks and answers also have their parent object.
+
+    `unread` has the names and values of fields in which a response should be, and nothing was found.
+    """
 
     talks: list[tuple[str, Any, list[Any]]] = field(default_factory=list)
     responses: list[tuple[str, Any]] = field(default_factory=list)
     answers: list[tuple[str, Any, Mapping[str, Any]]] = field(default_factory=list)
     lists: list[tuple[str, list[Any]]] = field(default_factory=list)
+    unread: list[tuple[str, Any]] = field(default_factory=list)
     looked: int = 0
 
 
@@ -81,6 +93,11 @@ def _of_talk(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any
     if "messages" in record or (talk := _talk(matches)) is None:
         return None
     key, messages = talk
+    has_request = normalize_name(key) in (*REQUESTS, *map(normalize_name, PROMPTS)) or any(
+        each is messages and parent is not record and "model" in parent for _, parent, each in matches.talks
+    )
+    if unread := _unread(matches, has_request=has_request):
+        raise record_fields.unread_refusal(*unread)
     return [{**_other_fields(record, {key}), "messages": [message(each) for each in messages]}]
 
 
@@ -111,6 +128,8 @@ def _call(matches: _Matches) -> tuple[set[str], dict[str, Any], Any] | None:
     used = {key}
     if len(matches.responses) == 1:
         response_key, response = matches.responses[0]
+    elif _unread(matches):
+        return None
     elif not matches.responses and len(matches.answers) == 1 and _role(talk[-1]) != "assistant":
         response_key, answer, siblings = matches.answers[0]
         response = langchain.of_message(message(answer), _sampled(siblings))
@@ -211,8 +230,22 @@ def _look(record: Mapping[str, Any]) -> _Matches:
     matches = _Matches()
     for key, value in record.items():
         if not _EXPECTED.search(str(key)):
-            _into(matches, str(key), value, record, 1)
+            _into_field(matches, str(key), str(key), value, record, 1)
     return matches
+
+
+def _unread(matches: _Matches, *, has_request: bool = False) -> tuple[str, Any] | None:
+    """Return the first unread field that is a response."""
+    return next((each for each in matches.unread if is_response_part(*each, has_request=has_request)), None)
+
+
+def _into_field(matches: _Matches, key: str, name: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
+    """Search a field, and note it as unread if its name is that of a response and nothing is found in it."""
+    before, unread = (len(matches.talks), len(matches.responses), len(matches.answers)), len(matches.unread)
+    _into(matches, key, value, parent, depth)
+    is_empty = before == (len(matches.talks), len(matches.responses), len(matches.answers))
+    if is_empty and is_response_part(name, value, has_request=True):
+        matches.unread[unread:] = [(name, value)]
 
 
 def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], depth: int) -> None:
@@ -227,7 +260,7 @@ def _into(matches: _Matches, key: str, value: Any, parent: Mapping[str, Any], de
         before = len(matches.responses)
         for name, each in value.items():
             if not _EXPECTED.search(str(name)):
-                _into(matches, key, each, value, depth + 1)
+                _into_field(matches, key, str(name), each, value, depth + 1)
         if is_message(value) and _role(value) == "assistant" and len(matches.responses) == before:
             matches.answers.append((key, value, parent))
     elif isinstance(value, list) and value:

@@ -43,8 +43,14 @@ def of_talk(record: Any) -> list[dict[str, Any]] | None:
         return [{"messages": [message(each) for each in record]}]
     keys = _talks(record)
     messages = [message(each) for key in keys[:1] for each in record[key]]
-    if keys[0] == "input" and isinstance(record.get("output"), list) and _is_talk(record["output"]):
-        messages += [message(each) for each in record["output"]]
+    output = record.get("output") if keys[0] == "input" else None
+    if isinstance(output, list) and _is_talk(output):
+        messages += [message(each) for each in output]
+    elif isinstance(output, str) or is_message(output):
+        answer = {"role": "assistant", "content": output} if isinstance(output, str) else message(output)
+        messages, keys = [*chat.mark_not_sampled(messages), answer], [*keys, "output"]
+    elif output:
+        raise record_fields.unread_refusal("output", output)
     return [{**chat.without(record, *keys), "messages": messages}]
 
 
@@ -104,6 +110,9 @@ def of_root(record: Mapping[str, Any]) -> dict[str, Any]:
         and output_messages[: len(input_messages)] != input_messages
     ):
         outputs["messages"] = [*input_messages, *output_messages]
+    if isinstance(input_messages, list) and output_messages is None:
+        # The answer is elsewhere in the outputs, if anywhere: the messages of the inputs were sampled earlier.
+        inputs["messages"] = chat.mark_not_sampled(input_messages)
     return {**other_fields, **inputs, **outputs}
 
 

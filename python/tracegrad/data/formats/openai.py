@@ -7,6 +7,7 @@ their id.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,12 +29,20 @@ def is_chunk(record: Any) -> bool:
         return False
     choices = record.get("choices")
     is_delta = isinstance(choices, list) and bool(choices) and "delta" in chat.as_mapping(choices[0])
-    return is_delta or record.get("object") in _KINDS
+    return is_delta or record.get("object") in _KINDS or _is_filter_chunk(record)
+
+
+def _is_filter_chunk(chunk: Any) -> bool:
+    """Return whether a chunk is the one with which Azure begins a stream: the filter's results, often without an id."""
+    fields = chat.as_mapping(chunk)
+    return fields.get("choices") == [] and "prompt_filter_results" in fields
 
 
 def is_list(record: Any) -> bool:
-    """Return whether a record is a list of chunks."""
-    return isinstance(record, list) and bool(record) and is_chunk(record[0])
+    """Return whether a record is a list of chunks. Chunks without a choice may come first."""
+    if not isinstance(record, list):
+        return False
+    return is_chunk(next((each for each in record if chat.as_mapping(each).get("choices") != []), None))
 
 
 def of_list(record: Any) -> list[dict[str, Any]] | None:
@@ -42,7 +51,9 @@ def of_list(record: Any) -> list[dict[str, Any]] | None:
         return None
     calls: dict[Any, list[Any]] = {}
     for chunk in record:
-        calls.setdefault(chat.as_mapping(chunk).get("id"), []).append(chunk)
+        name = chat.as_mapping(chunk).get("id")
+        if name or not _is_filter_chunk(chunk):
+            calls.setdefault(name, []).append(chunk)
     # There is no request. The prompt is recorded only if the first chunk contains its ids.
     return [{"response": chunks} for chunks in calls.values()]
 
@@ -61,7 +72,10 @@ class ChunkJoiner:
         Raises:
             FormatError: if a call has more than `MOST_CHUNKS` chunks.
         """
-        if self._chunks and chunk.get("id") != self._chunks[0].get("id"):
+        is_first = _is_filter_chunk(chunk)
+        if self._chunks and chunk.get("id") != self._chunks[-1].get("id"):
+            is_first = is_first or not _is_filter_chunk(self._chunks[-1])
+        if self._chunks and is_first:
             yield from self.flush()
         if not self._chunks:
             self._line, self._raw = line, raw
@@ -87,7 +101,7 @@ REQUESTS = (
 )
 RESPONSES = (
     *("response", "responseobj", "responsebody", "outputs", "output", "completion", "result"),
-    *("res", "resp", "llmresponse", "rawresponse", "got", "received"),
+    *("res", "resp", "llmresponse", "rawresponse", "got", "received", "chunks", "responsechunks"),
 )
 
 ERRORS = ("error", "errorstr", "errormessage", "exception", "err")
@@ -172,13 +186,37 @@ def normalize_name(name: str) -> str:
 
 
 def parse_json_or_events(value: Any) -> Any:
-    """Parse a string of JSON or of stream events; return other values unchanged.
+    """Parse a string of JSON or of stream events, and return the fields of serialized objects; else unchanged.
 
     >>> parse_json_or_events('data: {"choices": []}\\n\\ndata: [DONE]\\n')
     [{'choices': []}]
+    >>> parse_json_or_events([{"__type__": "openai.types.ChatCompletionChunk", "__data__": {"choices": []}}])
+    [{'choices': []}]
     """
     parsed = dict(value) if isinstance(value, Mapping) else json_path.parse_json_string(value)
-    return _events(parsed) if isinstance(parsed, str) and parsed.lstrip("\ufeff\r\n").startswith(_EVENTS) else parsed
+    if isinstance(parsed, str) and parsed.lstrip("\ufeff\r\n").startswith(_EVENTS):
+        parsed = _events(parsed)
+    parsed = _fields_of(parsed)
+    if isinstance(parsed, list) and parsed and _fields_of(parsed[0]) is not parsed[0]:
+        return [_fields_of(each) for each in parsed]
+    return parsed
+
+
+def _fields_of(value: Any) -> Any:
+    """Return the fields of a serialized object: of {a name of its class, its fields}; other values unchanged.
+
+    The key of the class is `__type__`, `__class__`, `_type`, `$type` or similar.
+    """
+    while isinstance(value, Mapping) and len(value) == 2:
+        key = next((key for key in value if str(key).lstrip("_$@") != key and str(key).strip("_$@") in _CLASS), None)
+        fields = next(each for name, each in value.items() if name != key)
+        if key is None or not isinstance(value[key], str) or not isinstance(fields, (Mapping, list)):
+            break
+        value = fields
+    return value
+
+
+_CLASS = ("type", "class", "model", "kind")
 
 
 _EVENTS = ("data:", "event:", "id:", "retry:", ":", "{")
@@ -230,6 +268,83 @@ def _read(request: Any, response: Any) -> Trace | None:
     except FormatError:
         return None
     return next((trace for trace in Traces(core) if trace.generations), None)
+
+
+def of_http(record: Any) -> list[dict[str, Any]] | None:
+    """Convert a call whose request and response are HTTP messages, if the core reads their bodies.
+
+    None for other records, and for responses with choices: `generic` finds these at any depth.
+    """
+    keys = {normalize_name(str(key)): key for key in reversed(list(chat.as_mapping(record)))}
+    names = [*(keys[name] for name in REQUESTS if name in keys)][:1]
+    names += [*(keys[name] for name in RESPONSES if name in keys)][:1]
+    if len(names) < 2:
+        return None
+    request, response = (_body(record[name]) for name in names)
+    if not isinstance(request, Mapping) or _is_response(response) or _read(request, response) is None:
+        return None
+    partial = {} if "model" in request else chat.PARTIAL
+    return [{**partial, **chat.without(record, *names), "request": request, "response": response}]
+
+
+def _body(value: Any) -> Any:
+    part = parse_json_or_events(value)
+    body = parse_json_or_events(part.get("body")) if isinstance(part, Mapping) else None
+    return body if body and isinstance(body, (Mapping, list)) else part
+
+
+_ALWAYS_RESPONSES = {
+    *("response", "responseobj", "responsebody", "llmresponse", "rawresponse", "resp", "responses", "completion"),
+    *("completions", "choices", "chunks", "responsechunks"),
+}
+_RESULTS = {
+    *("output", "outputs", "result", "res", "got", "received", "answer", "answers", "generation", "generations"),
+    *("candidates", "samples"),
+}
+"""Names of answers that are also those of results of a task."""
+_RESPONSE_KEYS = {
+    *("choices", "delta", "candidates", "chunks", "content", "logprobs", "finish_reason", "stop_reason"),
+    *("finishReason", "is_streaming", "body"),
+}
+
+
+def is_response_part(name: str, value: Any, *, has_request: bool = False) -> bool:
+    """Return whether a field is the response of a call, by its name and kind, whether it can be read or not.
+
+    Args:
+        name: name of the field.
+        value: its value.
+        has_request: whether a request is next to it. A result is then a response whatever its keys are.
+    """
+    name = normalize_name(name)
+    if name not in _ALWAYS_RESPONSES | _RESULTS:
+        return False
+    parsed = parse_json_or_events(value)
+    first = parsed[0] if isinstance(parsed, list) and parsed else parsed
+    if not isinstance(first, Mapping) or not first:
+        return is_python_repr(value)
+    return name in _ALWAYS_RESPONSES or has_request or not _RESPONSE_KEYS.isdisjoint(first)
+
+
+def unread_response(record: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the key and value of the first response next to messages that end before an answer; None without one."""
+    messages = record.get("messages")
+    if not chat.has_answer(messages) or not messages or chat.was_sampled(messages[-1]):
+        return None
+    parts = ((str(key), value) for key, value in record.items() if key != "messages")
+    return next(((key, value) for key, value in parts if is_response_part(key, value)), None)
+
+
+_PYTHON_REPR = re.compile(r"[A-Z]\w*\(\s*\w+=")
+
+
+def is_python_repr(value: Any) -> bool:
+    """Return whether a value is Python's text of an object.
+
+    >>> is_python_repr("ChatCompletion(id='1')")
+    True
+    """
+    return isinstance(value, str) and _PYTHON_REPR.match(value) is not None
 
 
 def _first_message(response: Any) -> Any:

@@ -15,7 +15,12 @@ from typing import Any
 
 from tracegrad.data import chat, json_path
 from tracegrad.data.formats import langchain, record_fields
-from tracegrad.data.formats.openai import normalize_name, parse_json_or_events
+from tracegrad.data.formats.openai import (
+    is_python_repr,
+    is_response_part,
+    normalize_name,
+    parse_json_or_events,
+)
 
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "inputs")
 ANSWERS = ("response", "completion", "output", "answer", "generation", "response_text", "generated_text", "outputs")
@@ -26,7 +31,6 @@ _OF_USER = re.compile(r"(user|human|customer)(prompt|question|query|input|messag
 _PROMPT = re.compile(r"(^|_)(prompt|input|inputs|query|instruction)(_text|_str)?$", re.I)
 _MIN_PROMPT_LENGTH = 8  # Characters. A shorter prompt can occur in other texts by chance.
 _EXPECTED = ("answer", "answers")
-_PYTHON_REPR = re.compile(r"[A-Z]\w*\(\s*\w+=")
 _TURNS = re.compile(r"\n\n(Human|Assistant):[ ]?")
 _SIDES = ("chosen", "rejected")
 _SCORES = ("score", "rating", "reward", "grade", "quality", "points")
@@ -92,6 +96,8 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
         )
     if prompt_key is None or answer_key is None:
         return None
+    if answer_key in _EXPECTED:
+        _refuse_unread(record)
     prompt = messages_of(record[prompt_key], "user")
     if prompt_key == "instruction" and isinstance(extra_input := record.get("input"), str) and extra_input:
         prompt = [{"role": "user", "content": f"{record['instruction']}\n\n{extra_input}"}]
@@ -106,6 +112,13 @@ def of_answered(record: Any) -> list[dict[str, Any]] | None:
     if len(turns) == 1:
         turns = [{**turns[0], **{key: other_fields.pop(key) for key in chat.ANSWER_FIELDS if key in other_fields}}]
     return [{**other_fields, "messages": [*chat.mark_not_sampled(prompt), *turns]}]
+
+
+def _refuse_unread(record: Mapping[str, Any]) -> None:
+    """Refuse a record with a response that cannot be read: an `answer` next to it is the expected one."""
+    for key, value in record.items():
+        if normalize_name(str(key)) not in _EXPECTED and is_response_part(str(key), value):
+            raise record_fields.unread_refusal(str(key), value)
 
 
 def _longest_prompt_key(record: Mapping[str, Any], prompt_key: str | None) -> str | None:
@@ -141,7 +154,7 @@ def is_prompt_of(talk: Any, answer: str) -> bool:
 
 def _is_serialized_response(value: Any) -> bool:
     """Return whether a string is a serialized response (JSON, events or a Python repr) instead of an answer."""
-    if isinstance(value, str) and _PYTHON_REPR.match(value):
+    if is_python_repr(value):
         return True
     parsed = parse_json_or_events(value) if isinstance(value, str) else None
     return (isinstance(parsed, Mapping) and "choices" in parsed) or (isinstance(parsed, list) and value[:1] != "[")
@@ -235,6 +248,8 @@ def of_samples(record: Any) -> list[dict[str, Any]] | None:
     answers = _answer_list_key(record) if isinstance(record, Mapping) else ""
     if not answers or (prompt_key := _prompt_key(record, answers)) is None:
         return None
+    if answers in _EXPECTED:
+        _refuse_unread(record)
     prompt = chat.with_system_prompt(record.get("system"), messages_of(record[prompt_key], "user"))
     answer_rows = split_by_answer(record, len(record[answers]), (prompt_key, answers, "system"), prompt)
     group, prompt_messages = group_of(record, prompt), chat.mark_not_sampled(prompt)

@@ -98,6 +98,16 @@ def failed_call(record: Mapping[str, Any], why: str) -> dict[str, Any]:
     return {**name, **fields, "messages": [], "response": {}}
 
 
+def unread_refusal(name: str, value: Any) -> BadValueError:
+    """Return the refusal of a record whose response, the field `name`, cannot be read."""
+    first = value[0] if isinstance(value, list) and value else value
+    keys = f"keys {', '.join(map(str, [*first][:8]))}" if isinstance(first, Mapping) else json_path.describe_type(value)
+    what = f"a list of {len(value):,}, {keys}" if isinstance(value, list) else keys
+    problem = f"its {name} ({what}) is in no form that is read"
+    why = "Its other messages are those of its request: they were not sampled by this call"
+    return BadValueError((problem, why, "See docs/reference/trace-format.md for the responses that are read"))
+
+
 def is_failed(record: Mapping[str, Any]) -> bool:
     """Return whether a record was made by `failed_call`."""
     return record.get("call_type") == FAILED

@@ -130,6 +130,7 @@ ADAPTERS = (
     Adapter("prompt_response", prompt_response.of_answered, weak=True, finds_separate_answer=True),
     Adapter("prompt_samples", prompt_response.of_samples, weak=True, finds_separate_answer=True),
     Adapter(record_fields.FAILED, openai_calls.of_nothing, weak=True),
+    Adapter("http_call", openai.of_http, weak=True),
     Adapter("nested_call", generic.of_record, weak=True, finds_separate_answer=True, messages_name="renamed_messages"),
     Adapter("span", generic.of_span, weak=True),
     Adapter(EXPORT_ADAPTER, _of_export, weak=True),
@@ -183,11 +184,25 @@ def convert_first_match(record: Any) -> Conversion | None:
             if made is not None:
                 of_talk = bool(made) and "messages" in made[0]
                 parts = [part for converted in made for part in openai_calls.of_made(converted) or [converted]]
+                for each_record in made:
+                    _refuse_unread(each_record)
                 left_out = made.left_out if isinstance(made, record_fields.Converted) else {}
                 return Conversion((of_talk and each.messages_name) or each.name, parts, left_out)
+        if standing == OPEN:
+            _refuse_unread(record)
         has_no_choices = standing in (OPEN, UNREAD) or _is_plain(record)
         made = None if has_no_choices else openai_calls.of_response(record, unused)
         return None if made is None else Conversion("choices", made)
+
+
+def _refuse_unread(record: Mapping[str, Any]) -> None:
+    """Refuse messages that end before an answer next to a response that no adapter has read.
+
+    Raises:
+        BadValueError: for such a record. Its messages are those of the request, which this call did not sample.
+    """
+    if not {"request", "calls", "call_type"} & record.keys() and (unread := openai.unread_response(record)):
+        raise record_fields.unread_refusal(*unread)
 
 
 STANDS, OPEN, ALONE, UNREAD = "stands", "open", "alone", "unread"
