@@ -62,6 +62,15 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1.
+
+    >>> plural(1, "trace"), plural(1200, "trace"), plural(0, "branch")
+    ('1 trace', '1,200 traces', '0 branches')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def percent(share: float) -> str:
     """Format a share (0 to 1) as a percentage with three significant digits.
 

@@ -182,7 +182,7 @@ def test_words_that_are_no_verdict_are_named_for_a_function(here, capsys):
     assert "the command after `next` adds the missing rewards" in out
     assert (
         "guess    6 of 6 records have words \"label\" ('so-so' in 4, 'fine' in 2), which are no numbers: a function of "
-        'score has them as columns["label"], one for each text'
+        'score has them as columns["label"], one for each completion'
     ) in out
     Path("mine.py").write_text(
         "def right(prompts, completions, label, **columns):\n    return [float(each == 'fine') for each in label]\n"

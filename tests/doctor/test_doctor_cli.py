@@ -72,6 +72,7 @@ def test_json_has_the_same_in_one_object(tmp_path, capsys):
         "summary",
         "found",
         "next",
+        "reward_columns",
     ]
     assert told["next"].endswith("--objective TOPR_POSITIVE --text-only"), "the text is right, its logprobs are not"
     assert (told["format"], told["verdict"], told["exit_code"], told["more"]) == ("tracegrad-doctor/1", "wrong", 1, [])

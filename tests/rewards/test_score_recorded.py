@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -84,9 +86,7 @@ def test_a_function_that_fails_gives_no_reward_and_is_not_kept(tmp_path, functio
     assert main(command) == 0
     out = capsys.readouterr().out
     file = tmp_path / "mine.py"
-    assert (
-        f"failed   raises: raised, 1 times; the first: {path}:1, group 'g0': RuntimeError: no score ({file}:10" in out
-    )
+    assert f"failed   raises: raised, 1 time; the first: {path}:1, group 'g0': RuntimeError: no score ({file}:10" in out
     assert '    raise RuntimeError("no score")\n' in out
     assert [one.reward for one in tg.read("s.jsonl")] == [None, None]
     assert main([*command, "--json"]) == 0
@@ -396,3 +396,91 @@ def test_metadata_counts_over_the_record_and_a_judge_is_shown_the_prompt():
     assert _inputs([one], False)["columns"]["step"] == [3]
     [text] = tg.read([{"prompt": "2+2=", "completion": "4"}])
     assert [each["content"] for part in _split(text) for each in part] == ["2+2=", "4"]
+
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
+
+def sampled(number, **more):
+    """A record of two tokens, with logprobs except for number 0 unless they are given."""
+    said = {"role": "assistant", "content": "4", "token_ids": [22, 2], **({"logprobs": [-1.0, -0.5]} if number else {})}
+    return {"messages": [{"role": "user", "content": f"{number // 2}?"}, said], "group": f"g{number // 2}", **more}
+
+
+EQUAL = "every reward is 1, so no trace is better than another. To imitate those above 0: --objective WEIGHTED_SFT"
+
+
+@pytest.mark.parametrize(
+    ("records", "returns", "flags", "reason"),
+    [
+        ([trace(number) for number in range(4)], "[0, 1]", ["--objective", "TOPR_POSITIVE", "--text-only"], None),
+        ([sampled(number, temperature=1) for number in range(2, 6)], "[0, 1]", [], None),
+        ([sampled(number, temperature=1) for number in range(6)], "[0, 1]", ["--on-error", "skip"], None),
+        ([sampled(number) for number in range(2, 6)], "[0, 1]", None, "the logprob kind of 4 turns"),
+        ([trace(number) for number in range(4)], "[1, 1]", None, EQUAL),
+        ([trace(number) for number in range(4)], "[None, None]", None, "no trace has a reward"),
+    ],
+)
+@pytest.mark.first_cases(4)
+def test_the_command_that_is_printed_works_or_has_a_reason(
+    tmp_path, monkeypatch, capsys, records, returns, flags, reason
+):
+    monkeypatch.chdir(tmp_path)
+    Path("t.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path("mine.py").write_text(f"def right(completions, **columns):\n    return {returns}\n")
+    for model in ([], ["--model", str(MODEL)]):
+        assert main(["score", "t.jsonl", "--reward", "mine.py:right", "--out", "s.jsonl", "--json", *model]) == 0
+        told = json.loads(capsys.readouterr().out)
+        program, verb, *words = shlex.split(told["next"])
+        assert words[:3] == ["s.jsonl", "--model", (model or ["", "MODEL"])[1]]
+        assert (program, verb) == ("tracegrad", "doctor" if reason else "train")
+        if reason:
+            assert told["reason"].startswith(reason)
+        else:
+            assert (told["reason"], words[5:]) == (None, flags) if not model else words
+            words[2] = str(MODEL)
+            assert main(["train", *words, "--dry-run"]) == 0
+            assert main(["doctor", "s.jsonl", "--model", str(MODEL)]) in (0, 1)
+            assert "trained on is" not in capsys.readouterr().out, "the only function is the total"
+
+
+def test_a_text_has_the_answers_and_nothing_else_and_the_columns_are_named(tmp_path, monkeypatch, capsys):
+    """Text lacks tool calls, so `doctor` proposes messages for traces that have some."""
+    call = {"id": "1", "type": "function", "function": {"name": "price", "arguments": "{}"}}
+    said = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "7"},
+        {"role": "user", "content": [{"type": "text", "text": "And"}, {"type": "text", "text": " now?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 7."}]},
+    ]
+    seen = []
+
+    async def right(prompts, completions, **columns):
+        seen.extend([prompts[0], completions[0]])
+        return [1.0]
+
+    records = [{"messages": said, "info": {"exit": 0}, "metadata": {"kind": "shop"}}]
+    done = tg.rewards(tg.Traces.from_records(records), right, reward_input=True)
+    assert (seen, list(done.columns)) == (["What?", "I look.\n\nIt is 7."], ["info", "kind"])
+    monkeypatch.chdir(tmp_path)
+    for messages, form in ((said, "messages"), ([said[0], said[4]], "text")):
+        Path("t.jsonl").write_text(2 * (json.dumps({**records[0], "messages": messages}) + "\n"))
+        main(["doctor", "t.jsonl", "--model", str(MODEL)])
+        *_, command, _, columns = capsys.readouterr().out.splitlines()
+        assert f" --reward mine.py:right --reward-input {form} " in command
+        assert columns.endswith(" columns: info, kind")
+    Path("mine.py").write_text("def right(completions, **columns):\n    return [0]\n")
+    assert main(["score", "t.jsonl", "--reward", "mine.py:right", "--out", "s.jsonl"]) == 0
+    assert "\ncolumns  info, kind\n" in capsys.readouterr().out
+
+
+def test_a_trace_without_an_id_keeps_the_place_where_it_was_read(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**trace(0), "id": None if name == "a" else "own"}) + "\n")
+    tg.write(tg.rewards(tg.read(tmp_path), asynchronous_zero).traces, tmp_path / "s.jsonl")
+    assert [one.id for one in tg.read(tmp_path / "s.jsonl")] == [f"{tmp_path / 'a.jsonl'}:1", "own"]
+
+
+async def asynchronous_zero(completions, **columns):
+    return [0.0 for _ in completions]

@@ -3,16 +3,19 @@
 import argparse
 import asyncio
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from tracegrad import config, data, doctor
+from tracegrad._html import plural
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.cli import user_functions
 from tracegrad.cli.args import folder_of, inputs_of, place, print_json, print_lines, read_key, verb
 from tracegrad.data.sources import expand
 from tracegrad.data.trace import write
-from tracegrad.errors import ArgumentError
+from tracegrad.doctor.next_command import RecordTotals
+from tracegrad.errors import ArgumentError, escape_terminal
 from tracegrad.progress import ProgressPrinter, progress_line
 from tracegrad.storage import files
 
@@ -53,7 +56,8 @@ def add_to(commands: Any) -> None:
         "--reward-input",
         choices=("messages", "text"),
         default="messages",
-        help="pass lists of messages or plain text to reward functions (default messages)",
+        help="pass lists of messages, or text: the contents of all answers joined by blank lines, without tool calls "
+        "and reasoning (default messages)",
     )
     parser.add_argument(
         "--timeout",
@@ -117,7 +121,7 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     def report(done: int, total: int) -> None:
         printer.tick(
             lambda seconds: progress_line(
-                "scoring", [f"{done:,} of {total:,} groups"], seconds=seconds, done=done, total=total
+                "scoring", [f"{done:,} of {plural(total, 'group')}"], seconds=seconds, done=done, total=total
             )
         )
 
@@ -143,29 +147,38 @@ def _score(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         else:
             result = asyncio.run(_judge(options, traces, shared))
         printer.clear()
-        write(result.parts(), options.out)
+        totals = RecordTotals()
+        write(totals.counting(result.parts()), options.out)
     all_failed = bool(result.counts) and result.unscored_traces == len(result.source)
-    next_command = None if all_failed else _next_command(options.out, options.model)
+    next_command, reason = (None, None) if all_failed else _next_command(options.out, options.model, totals)
     if options.json:
-        print_json({**_account(options, result, price), "next": next_command})
+        print_json({**_account(options, result, price), "next": next_command, "reason": reason})
     else:
-        last_line = (
-            f"next     {next_command}"
-            if next_command
-            else "         no trace has a score: fix the failures above, then run the command again"
-        )
-        print_lines(*stream.lines(), *_lines(options, result, price, cache), last_line)
+        last_lines = [f"next     {next_command}", *([f"         because {reason}"] if reason else [])]
+        if next_command is None:
+            last_lines = ["         no trace has a score: fix the failures above, then run the command again"]
+        print_lines(*stream.lines(), *_lines(options, result, price, cache), *last_lines)
     return 0
 
 
-def _next_command(out: Path, model: Path | None) -> str:
-    """Return the next command. With a model, the doctor examines the output and proposes it."""
+def _next_command(out: Path, model: Path | None, totals: RecordTotals) -> tuple[str, str | None]:
+    """Return the next command, and the reason if it is `doctor`.
+
+    With a model, the doctor examines the output and proposes the command.
+    """
+    reason = totals.reason()
     if model is None:
-        return shlex.join(["tracegrad", "train", str(out), "--model", "MODEL", "--out", "runs/first"])
-    proposed = doctor.diagnose(out, model).next_command
+        proposed = totals.train_command(str(out), "MODEL")
+    else:
+        diagnosis = doctor.diagnose(out, model)
+        proposed = diagnosis.next_command
+        wrong = [finding.check.title for finding in diagnosis.findings if finding.severity == doctor.Severity.WRONG]
+        guesses = [line.removeprefix("guess    ") for line in diagnosis.suggestions]
+        reason = reason or "; ".join(wrong or guesses) or "no token of it can be trained"
     # The user must decide --logprob-kind. The doctor explains both choices.
-    doctor_command = shlex.join(["tracegrad", "doctor", str(out), "--model", str(model)])
-    return proposed if proposed and "--logprob-kind" not in proposed else doctor_command
+    if proposed and "--logprob-kind" not in proposed:
+        return proposed, reason if proposed.startswith("tracegrad doctor ") else None
+    return shlex.join(["tracegrad", "doctor", str(out), "--model", str(model or "MODEL")]), reason
 
 
 async def _judge(options: argparse.Namespace, traces: Any, shared: dict[str, Any]) -> Any:
@@ -216,6 +229,7 @@ def _account(options: argparse.Namespace, result: Any, price: tuple[float, float
         "groups": result.groups,
         "from_cache": result.cached_groups,
         "unscored": result.unscored_traces,
+        "columns": list(result.columns),
         "failures": dict(result.counts),
         "first_failures": {name: failure.as_dict() for name, failure in result.failures.items()},
     }
@@ -228,13 +242,18 @@ def _account(options: argparse.Namespace, result: Any, price: tuple[float, float
 
 def _lines(options: argparse.Namespace, result: Any, price: tuple[float, float] | None, cache: Path) -> list[str]:
     unscored = f", {result.unscored_traces:,} without a score" if result.unscored_traces else ""
+    counts = f"{plural(len(result.source), 'trace')} in {plural(result.groups, 'group')}"
     out = [
-        f"scored   {len(result.source):,} traces in {result.groups:,} groups by {', '.join(result.names)}{unscored}",
-        f"         {result.cached_groups:,} groups read from the cache {cache}",
+        f"scored   {counts} by {', '.join(result.names)}{unscored}",
+        f"         {plural(result.cached_groups, 'group')} read from the cache {cache}",
     ]
+    if result.columns:
+        out.append(f"columns  {escape_terminal(textwrap.shorten(', '.join(result.columns), 110, placeholder=' ...'))}")
     for name, count in result.counts.items():
         failure = result.failures.get(name)
-        out.append(f"failed   {name}, {count:,} times" + (f"; the first: {failure}" if failure is not None else ""))
+        out.append(
+            f"failed   {name}, {plural(count, 'time')}" + (f"; the first: {failure}" if failure is not None else "")
+        )
         out += [f"         {line}" for line in (failure.traceback or "").splitlines()] if failure is not None else []
     if options.judge:
         cost = f", {result.cost(price):.4f} USD at {options.price} per million" if price else ""

@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tracegrad.config import FieldMap, join_list, nearest
 from tracegrad.data import chat, json_path, token_fields
 from tracegrad.data.codes import LOGPROB_KINDS
@@ -26,6 +29,7 @@ __all__ = [
     "Mapper",
     "append_fields",
     "describe_reward_choice",
+    "distinct_rewards",
     "parse_record",
     "prompt_group",
 ]
@@ -190,6 +194,26 @@ class Mapper:
             words = f", {words}" if name == "reward" and words else ""
             lines.append(f"map      {name} is {path}: {values} of {self.records:,} records{span}{names}{words}")
         return lines
+
+
+def distinct_rewards(names: Sequence[str], values: NDArray[np.floating]) -> list[str]:
+    """Return the names of rewards that any trace has, without copies of the total `reward`.
+
+    Args:
+        names: K names.
+        values: [R, K], NaN if a trace lacks the reward.
+
+    >>> distinct_rewards(["reward", "tone", "right"], np.array([[1.0, 0.5, 1.0], [0.0, np.nan, 0.0]]))
+    ['reward', 'tone']
+    """
+    columns = dict(zip(names, values.T, strict=True))
+    total = columns.get("reward")
+    return [
+        name
+        for name, column in columns.items()
+        if np.isfinite(column).any()
+        and (name == "reward" or total is None or not np.array_equal(column, total, equal_nan=True))
+    ]
 
 
 def describe_reward_choice(names: Sequence[str], selected: Sequence[str] = ()) -> list[str]:

@@ -724,7 +724,9 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
             continue
         counts = ", ".join(f"{word[:30]!r} in {times:,}" for word, times in words.most_common())
         key, *rest_of_path = path.split(".")
-        access = f'columns["{key}"], one for each text' + (f" (in it {'.'.join(rest_of_path)})" if rest_of_path else "")
+        access = f'columns["{key}"], one for each completion' + (
+            f" (in it {'.'.join(rest_of_path)})" if rest_of_path else ""
+        )
         yield (
             f'guess    {column.count:,} of {count:,} records have words "{path}" ({counts}), which are no numbers: a '
             f"function of score has them as {access}"

@@ -14,7 +14,7 @@ from tracegrad.data.field_map import parse_record
 from tracegrad.data.infer_tokens import list_as_long_as
 from tracegrad.data.sampling import TRUNCATING, format_options
 from tracegrad.doctor.finding import Hits, Place, check
-from tracegrad.doctor.trace_batch import Array, TraceBatch
+from tracegrad.doctor.trace_batch import Array, TraceBatch, lacks_logprobs
 
 LARGEST = 4 << 20  # bytes; larger records are not parsed a second time
 CLOSE = 1e-4  # nats within which two logprobs are equal
@@ -292,9 +292,7 @@ def no_logprobs(look: TraceBatch) -> Hits:
 
     Threshold: any turn costs; wrong if no turn has logprobs.
     """
-    none = (look["logprobs"] <= 0) | ((look["missing"] > 0) & (look["missing"] == look["logprobs"]))
-    none &= look.filled == 0
-    return look.hits(none, None, lambda g: _found_list(look, g))
+    return look.hits(lacks_logprobs(look.columns, look.filled), None, lambda g: _found_list(look, g))
 
 
 def _found_list(look: TraceBatch, generation: int) -> str:

@@ -14,6 +14,7 @@ from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import FieldMap
 from tracegrad.data import Progress, infer_fields, stream
+from tracegrad.data.reward_columns import columns_of, columns_of_trace
 from tracegrad.data.sampling import model_defaults
 from tracegrad.doctor import (
     checks_dataset,
@@ -130,6 +131,7 @@ class Diagnosis:
             with the flag to pass.
         next_command: the command to run next; None if there is none.
         summary: totals of what was read for each producer, and of what was left out.
+        reward_columns: the columns that a reward function gets, if the command is `tracegrad score`.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -155,6 +157,7 @@ class Diagnosis:
     suggestions: tuple[str, ...] = ()
     next_command: str | None = None
     summary: ReadingSummary = field(default_factory=ReadingSummary)
+    reward_columns: tuple[str, ...] = ()
 
     @property
     def severity(self) -> Severity | None:
@@ -195,6 +198,7 @@ class Diagnosis:
             "summary": self.summary.as_dict(),
             "found": list(self.suggestions),
             "next": self.next_command,
+            "reward_columns": list(self.reward_columns),
         }
         return result if self.advice is None else {**result, "advice": self.advice.as_dict()}
 
@@ -310,9 +314,20 @@ def diagnose(
     following = next_command(paths, model, tokenizer, *context)
     if server_profile and following and following.startswith(("tracegrad train ", "tracegrad doctor ")):
         following = f"{following} --server-profile {server_profile}"
+    scores = following is not None and following.startswith("tracegrad score ")
+    columns = columns_of([columns_of_trace(trace) for trace in stats.few.traces()]) if scores else ()
     totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
     return Diagnosis(
-        source, *totals, findings, stats.rewards.line(), advice, tuple(traces.lines()), lines, following, summary
+        source,
+        *totals,
+        findings,
+        stats.rewards.line(),
+        advice,
+        tuple(traces.lines()),
+        lines,
+        following,
+        summary,
+        tuple(columns),
     )
 
 

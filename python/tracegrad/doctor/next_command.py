@@ -2,22 +2,25 @@
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tracegrad import data
+from tracegrad._html import plural
 from tracegrad.advantage.outcome import GroupedRewards
 from tracegrad.alignment.align import align
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import Data, FieldMap, Pack, join_list
 from tracegrad.data.field_map import describe_reward_choice
 from tracegrad.data.infer_fields import Candidates
-from tracegrad.data.trace import Traces
+from tracegrad.data.trace import Trace, Traces
 from tracegrad.doctor.finding import Finding, Severity
 from tracegrad.doctor.stats import DatasetStats
+from tracegrad.doctor.trace_batch import lacks_logprobs, unknown_kind
 from tracegrad.errors import TracegradError
 
 SAMPLE, MOST_COMPARED = 200, 2000
@@ -102,16 +105,11 @@ def next_command(
     if text_only and sample and not _trains(sample, tokenizer, text_only).any():
         return None
     if "reward" in missing and "--map.reward" not in map_flags:
-        score_flags = [
-            "--reward",
-            "mine.py:right",
-            "--reward-input",
-            "text",
-            "--out",
-            "scored.jsonl",
-            "--model",
-            str(model),
-        ]
+        # Text lacks tool calls, so a function could not see what an agent did.
+        looked = stats.few.traces() if stats.traces else sample
+        reward_input = "messages" if any(map(_calls_tools, looked or ())) else "text"
+        score_flags = ["--reward", "mine.py:right", "--reward-input", reward_input, "--out", "scored.jsonl"]
+        score_flags += ["--model", str(model)]
         skip = ["--on-error", "skip"] if stats.read.bad else []
         return shlex.join(["tracegrad", "score", *sources, *map_flags, *score_flags, *skip])
     names = _selected_rewards(stats)
@@ -135,7 +133,82 @@ def next_command(
     if not text_only and (kind is not None or stats.unknown_logprob_kind):
         flags += ["--logprob-kind", kind or "raw"]
     flags += ["--sampling-defaults", defaults] if defaults == "model" else []
-    return shlex.join(["tracegrad", "train", *sources, "--model", str(model), "--out", "runs/first", *flags])
+    return _train_command(sources, str(model), flags)
+
+
+def _train_command(sources: Sequence[str], model: str, flags: Sequence[str]) -> str:
+    return shlex.join(["tracegrad", "train", *sources, "--model", model, "--out", "runs/first", *flags])
+
+
+@dataclass
+class RecordTotals:
+    """What records alone say about the command to run next, without a tokenizer.
+
+    Args:
+        turns, without_logprobs, without_kind: number of turns, of those without logprobs, and of those whose kind of
+            logprobs is unknown.
+        rewards, groups: reward and group of each trace. Without a group, a trace is a group of its own.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    >>> totals = RecordTotals()
+    >>> totals.add(Traces.from_records([{"messages": messages, "group": "sum", "reward": reward} for reward in (1, 0)]))
+    >>> totals.train_command("scored.jsonl", "MODEL")
+    'tracegrad train scored.jsonl --model MODEL --out runs/first --objective TOPR_POSITIVE --text-only'
+    """
+
+    turns: int = 0
+    without_logprobs: int = 0
+    without_kind: int = 0
+    rewards: list[float] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    grouped: int = 0
+
+    def add(self, traces: Traces) -> None:
+        """Add a batch of traces."""
+        columns = traces.core.columns()
+        lacking = lacks_logprobs(columns, columns["filled"])
+        self.turns += len(lacking)
+        self.without_logprobs += int(lacking.sum())
+        self.without_kind += int(unknown_kind(columns, columns["filled"]).sum())
+        self.rewards += [float("nan") if trace.reward is None else trace.reward for trace in traces]
+        self.grouped += sum(group is not None for group in traces.groups)
+        self.groups += [f"\x1f{trace.id}" if trace.group is None else trace.group for trace in traces]
+
+    def counting(self, parts: Iterable[Traces]) -> Iterator[Traces]:
+        """Yield the batches, and add each."""
+        for part in parts:
+            self.add(part)
+            yield part
+
+    @property
+    def text_only(self) -> bool:
+        """Whether no turn has logprobs."""
+        return self.without_logprobs == self.turns
+
+    def reason(self) -> str | None:
+        """Return why no training command is proposed; None if one is."""
+        known = sorted({reward for reward in self.rewards if reward == reward})
+        if len(known) < 2:
+            return equal_rewards_advice(known[0], self.text_only) if known else "no trace has a reward"
+        if not self.turns:
+            return "no trace has an answer of the model"
+        return f"the logprob kind of {plural(self.without_kind, 'turn')} is not recorded" if self.without_kind else None
+
+    def train_command(self, source: str, model: str) -> str | None:
+        """Return the command that trains on a file with these records; None if there is a `reason`."""
+        if self.reason() is not None:
+            return None
+        has_group = self.grouped * 2 > len(self.groups)
+        flags = [*(TEXT if self.text_only else ())]
+        flags += comparison_flags(self.rewards, self.groups, has_group=has_group) or ()
+        flags += ["--on-error", "skip"] if self.without_logprobs and not self.text_only else []
+        return _train_command([source], model, flags)
+
+
+def equal_rewards_advice(reward: float, text_only: bool) -> str:
+    """Return what to do if all rewards are equal."""
+    flags = "--objective WEIGHTED_SFT --advantage.baseline none" + " --text-only" * text_only
+    return f"every reward is {reward:g}, so no trace is better than another. To imitate those above 0: {flags}"
 
 
 def comparison_flags(rewards: ArrayLike, groups: ArrayLike, *, has_group: bool) -> list[str] | None:
@@ -191,13 +264,11 @@ def unspecified_lines(stats: DatasetStats) -> list[str]:
         spans = list(stats.rewards.spans.items())[:8]
         names = ", ".join(f"{name} ({low:g} to {high:g})" for name, (low, high) in spans)
         lines.append(f"guess    several rewards and no total, {names}: {shlex.join(flag)}")
-    lines += describe_reward_choice(list(stats.rewards.spans))
+    lines += describe_reward_choice(list(stats.rewards.distinct))
     known = np.unique([reward for part in stats.rewards.reward for reward in part if reward == reward])
     if len(known) == 1:
-        lines.append(
-            f"guess    every reward is {known[0]:g}, so no trace is better than another. To imitate those above 0: "
-            "--objective WEIGHTED_SFT --advantage.baseline none"
-        )
+        text_only = bool(stats.turns) and stats.without_logprobs == stats.turns
+        lines.append(f"guess    {equal_rewards_advice(known[0], text_only)}")
     if stats.unknown_logprob_kind:
         kinds = "--logprob-kind raw, vLLM's default, or processed"
         lines.append(f"guess    {stats.unknown_logprob_kind:,} turns do not record their logprob kind: {kinds}")
@@ -213,6 +284,10 @@ def _sample(named: Sequence[str], flags: Sequence[str]) -> Traces | None:
         return data.concatenate(data.stream(list(named), map=unjoined, on_error="skip", limit=SAMPLE))
     except TracegradError:
         return None
+
+
+def _calls_tools(trace: Trace) -> bool:
+    return any(message.get("tool_calls") or message.get("role") == "tool" for message in trace.pool)
 
 
 def _trains(traces: Traces, tokenizer: Tokenizer, text_only: bool) -> NDArray[np.bool_]:

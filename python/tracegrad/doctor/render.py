@@ -69,8 +69,11 @@ def _next_lines(diagnosis: Diagnosis) -> list[str]:
         return []
     out = ["", f"next     {printable(diagnosis.next_command, MOST_TYPED)}"]
     if diagnosis.next_command.startswith("tracegrad score"):
-        hint = "right(prompts, completions, **columns) in mine.py returns one number per text: docs/how-to/score.md"
-        out.append(f"         {hint}")
+        hint = "right(prompts, completions, **columns) in mine.py returns one number per completion:"
+        out.append(f"         {hint} docs/how-to/score.md")
+        if diagnosis.reward_columns:
+            names = textwrap.shorten(", ".join(diagnosis.reward_columns), WIDTH - 18, placeholder=" ...")
+            out.append(f"         columns: {printable(names)}")
     return out
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from tracegrad.data import chat
-from tracegrad.data.codes import LOGPROB_KINDS
-from tracegrad.data.field_map import parse_record
+from tracegrad.data.field_map import distinct_rewards, parse_record
 from tracegrad.data.trace import Line, ReadReport, Trace, Traces, format_location
 from tracegrad.doctor.checks_logprobs import Zeros, top_logprobs_lag
 from tracegrad.doctor.finding import Hits, Place
-from tracegrad.doctor.trace_batch import Array, TraceBatch
+from tracegrad.doctor.trace_batch import Array, TraceBatch, unknown_kind
 
 SAMPLE_TOKENS = 1 << 17  # most tokens kept for the lag test
 SAMPLE_TRACES = 64  # traces whose JSON is parsed a second time
@@ -195,6 +194,7 @@ class Rewards:
     Args:
         reward: first reward of each trace that has one, else NaN, by batch.
         spans: reward name to its least and largest value.
+        distinct: names of rewards, without copies of the total.
         together: sets of names that occur in one trace.
         group: hash of the group of each trace, by batch.
         first: hash of a group to its first place, its name ("" if none) and its number.
@@ -202,6 +202,7 @@ class Rewards:
 
     reward: list[Array] = field(default_factory=list)
     spans: dict[str, tuple[float, float]] = field(default_factory=dict)
+    distinct: dict[str, None] = field(default_factory=dict)
     together: set[tuple[str, ...]] = field(default_factory=set)
     group: list[Array] = field(default_factory=list)
     first: dict[int, tuple[Place, str, int]] = field(default_factory=dict)
@@ -216,6 +217,7 @@ class Rewards:
             if len(values := column[~np.isnan(column)]):
                 low, high = self.spans.get(name, (np.inf, -np.inf))
                 self.spans[name] = (min(low, float(values.min())), max(high, float(values.max())))
+        self.distinct.update(dict.fromkeys(distinct_rewards(sequences.reward_names, sequences.rewards)))
         for row in np.unique(known, axis=0):
             self.together.add(tuple(itertools.compress(sequences.reward_names, row)))
         names = [look.traces.core.group(int(row)) for row in look.rows]
@@ -449,9 +451,8 @@ class DatasetStats:
         self.filled += int(look.filled.sum())
         self.without_logprobs += int(np.sum(~look.has_logprobs))
         self.without_ids += int(np.sum(look["ids"] < 0))
-        unknown = (look.logprob_kind == LOGPROB_KINDS.index("unknown")) & ~(look["temperature"] == 1.0)
         self.without_temperature += int(np.sum(np.isnan(look["temperature"]) & look.has_logprobs))
-        self.unknown_logprob_kind += int(np.sum(unknown & look.has_logprobs))
+        self.unknown_logprob_kind += int(np.sum(unknown_kind(look.columns, look.filled)))
         self.few.add(look.traces)
         for part in (self.copies, self.models, self.rewards, self.alike, self.versions, self.sample, self.zeros):
             part.add(look)

@@ -162,6 +162,28 @@ def _sampling_options(value: Any) -> dict[str, Any]:
     }
 
 
+def lacks_logprobs(columns: Mapping[str, Array], filled: Array) -> Array:
+    """Return [G] bool: whether no logprob of a turn is recorded or filled.
+
+    Args:
+        columns: columns of the records, as `_core.Traces.columns` returns them.
+        filled: [G] number of filled logprobs.
+    """
+    missing = columns["missing"]
+    return ((columns["logprobs"] <= 0) | ((missing > 0) & (missing == columns["logprobs"]))) & (filled <= 0)
+
+
+def logprob_kinds(columns: Mapping[str, Array], filled: Array) -> Array:
+    """Return [G] index into `LOGPROB_KINDS`. Arguments as for `lacks_logprobs`."""
+    return np.where((columns["logprobs"] <= 0) & (filled > 0), columns["filled_kind"], columns["logprob_kind"])
+
+
+def unknown_kind(columns: Mapping[str, Array], filled: Array) -> Array:
+    """Return [G] bool: whether logprobs are of unknown kind at a temperature that is not known to be 1."""
+    is_unknown = logprob_kinds(columns, filled) == LOGPROB_KINDS.index("unknown")
+    return is_unknown & ~(columns["temperature"] == 1.0) & ((columns["logprobs"] > 0) | (filled > 0))
+
+
 def without_filled(sequences: Sequences) -> Array:
     """Return [T] float32: the recorded logprobs; NaN where there is none, or `tracegrad fill` measured it."""
     return np.where(sequences.alignment_level == FILLED, np.float32(np.nan), sequences.rollout_logprobs)
@@ -280,7 +302,7 @@ class TraceBatch:
     @cached_property
     def logprob_kind(self) -> Array:
         """[G] index into `LOGPROB_KINDS` of the recorded logprobs, or of the filled ones if none is recorded."""
-        return np.where((self["logprobs"] <= 0) & (self.filled > 0), self["filled_kind"], self["logprob_kind"])
+        return logprob_kinds(self.columns, self.filled)
 
     @cached_property
     def unlisted_tool_call(self) -> Array:

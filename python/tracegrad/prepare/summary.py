@@ -15,7 +15,7 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.config import FieldMap
 from tracegrad.data import infer_fields
 from tracegrad.data.codes import ASSUMED_LEVELS, LEVEL_TEXT
-from tracegrad.data.field_map import describe_reward_choice
+from tracegrad.data.field_map import describe_reward_choice, distinct_rewards
 from tracegrad.data.trace import ReadReport, add_reports
 
 _COUNTS = ("traces", "branches", "tokens", "terms", "recorded", "exact", "image_positions", "traces_with_images")
@@ -37,7 +37,8 @@ class IngestSummary:
         image_positions, traces_with_images: number of positions with an image, and of traces with an image.
         picture_keys: per shard, a [images] uint64 array from the digests of its distinct images.
         parts, reason_not_cut: number of parts of the input, and the reason if a large input stayed in one part.
-        rewards, reward: names of the rewards that any trace has, and of those selected for training.
+        rewards, reward: names of the rewards that any trace has, without copies of the total, and of those selected for
+            training.
         profiles: server profile to number of traces whose prompts were rendered by its rules.
         errors: one line for each trace that could not be aligned and was left out.
         template: result of probing the chat template, with its `warnings`.
@@ -110,8 +111,8 @@ class IngestSummary:
             self.traces_with_images += len(np.unique(sequences.trace[np.diff(images.cu_images) > 0]))
             digests = np.ascontiguousarray(images.pictures.digest[np.unique(images.image), :8])
             self.picture_keys.append(digests.view("<u8").reshape(-1).astype(np.uint64))
-        has_reward = zip(sequences.reward_names, np.asarray(np.isfinite(sequences.rewards).any(axis=0)), strict=True)
-        self.rewards += [name for name, has_values in has_reward if has_values and name not in self.rewards]
+        names = distinct_rewards(sequences.reward_names, sequences.rewards)
+        self.rewards += [name for name in names if name not in self.rewards]
         self._add_profiles(sequences.alignment_report.server_profiles)
         _add(self.levels, sequences.levels())
         _add(self.alignment_report, sequences.alignment_report.table())

@@ -8,7 +8,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from tracegrad.rewards.functions import RESERVED_COLUMNS, Rewards, RewardScores, columns_of, compute_rewards, text_of
+from tracegrad.data.reward_columns import RESERVED_COLUMNS, columns_of
+from tracegrad.rewards.functions import Rewards, RewardScores, compute_rewards, text_of
 from tracegrad.rewards.judge import Judge, JudgeResult, JudgeVote
 from tracegrad.rewards.recorded import (
     TRACES_PER_BATCH,

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.data import chat
+from tracegrad.data.reward_columns import RESERVED_COLUMNS
 from tracegrad.errors import ArgumentError
 from tracegrad.user_code import Failure, ProcessPool, UserCodeError, await_within, failure_of
 
@@ -230,37 +232,25 @@ async def compute_rewards(
         scorer.close()
 
 
-def columns_of(tasks: Sequence[Mapping[Any, Any]], without: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """Return the columns of n tasks that reward functions receive: n values for each key that any task has.
-
-    A value is None if the task has it as null or does not have it. As in TRL, a function for several kinds of tasks
-    returns None for those of another kind.
-
-    Args:
-        tasks: n dicts. Their string keys name the columns.
-        without: keys that are not columns, in addition to `RESERVED_COLUMNS`.
-
-    >>> columns_of([{"prompt": "2+2?", "answer": "4"}, {"prompt": "f?", "answer": None, "tests": "f()"}])
-    {'answer': ['4', None], 'tests': [None, 'f()']}
-    """
-    names = dict.fromkeys(name for task in tasks for name in task if isinstance(name, str))
-    return {name: [task.get(name) for task in tasks] for name in names if name not in (*RESERVED_COLUMNS, *without)}
-
-
 def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
-    """Return the joined content of all messages of a role: the string form of a prompt or a completion, as in TRL.
+    """Return the contents of all messages of a role as one text, with a blank line between two.
 
-    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    Tool calls, their results and reasoning are not part of it. Of a content in parts it has the texts.
+
+    >>> messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "I add."}]
+    >>> answer = [{"type": "text", "text": "4"}]
+    >>> messages += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": answer}]
     >>> text_of(messages, "user"), text_of(messages, "assistant")
-    ('2+2?', '4')
+    ('2+2?', 'I add.\n\n4')
     """
-    contents = [message.get("content") for message in messages if message.get("role") == role]
-    return "".join(text for text in contents if isinstance(text, str))
+    texts = [_content_text(message.get("content")) for message in messages if message.get("role") == role]
+    return "\n\n".join(filter(None, texts))
 
 
-RESERVED_COLUMNS = ("prompts", "completions", "prompt", "completion", "completion_ids")
-RESERVED_COLUMNS += ("trainer_state", "log_metric", "log_extra")
-"""Names of arguments that functions do not receive as columns."""
+def _content_text(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    texts = [chat.text_of([part]) for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ import numpy as np
 
 from tracegrad import _core
 from tracegrad.data.field_map import PROMPTS, append_fields, parse_record
+from tracegrad.data.reward_columns import columns_of, columns_of_trace
 from tracegrad.data.trace import Line, Trace, Traces
 from tracegrad.errors import ArgumentError, TracegradError
-from tracegrad.rewards.functions import Rewards, columns_of, text_of
+from tracegrad.rewards.functions import Rewards, text_of
 from tracegrad.rewards.judge import Judge
 from tracegrad.storage import files
 from tracegrad.storage.files import refuse_special
@@ -220,9 +221,6 @@ ProgressCallback = Callable[[int, int], None]
 MAX_SCORE = sys.float_info.max
 TRACES_PER_BATCH = 128
 """Number of traces that are written at once."""
-_SAMPLED = ("token_ids", "prompt_token_ids", "logprobs", "tokens", "generation", "reward", "rewards")
-_OF_RECORD = ("messages", "calls", "request", "response", "choices", "tools", "metadata", "text", *_SAMPLED)
-"""Keys of a record that are not columns: messages, sampled data, and the rewards that scoring writes itself."""
 
 
 @dataclass
@@ -237,6 +235,7 @@ class ScoredTraces:
         groups, cached_groups: number of groups, and number of those answered from the cache.
         unscored_traces: number of traces without a known reward. Their reward is None, never 0.
         counts, failures: number of failures by "name: kind", and the first of each kind with its group and file.
+        columns: names of the columns that reward functions received.
 
     >>> def correct(completions, answer, **columns):
     ...     return [float(messages[-1]["content"] == right) for messages, right in zip(completions, answer)]
@@ -259,6 +258,7 @@ class ScoredTraces:
     unscored_traces: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     failures: dict[str, Failure] = field(default_factory=dict)
+    columns: dict[str, None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def traces(self) -> Traces:
@@ -281,9 +281,8 @@ class ScoredTraces:
         recorded_rewards = {name: None if math.isnan(value) else value for name, value in trace.rewards.items()}
         recorded_total = {} if trace.reward is None or "recorded" in recorded_rewards else {"recorded": trace.reward}
         scores = dict(zip(self.names, values, strict=True))
-        record = append_fields(
-            trace.record, {"reward": total, "rewards": {**recorded_rewards, **recorded_total, **scores}}
-        )
+        rewards = {**recorded_rewards, **recorded_total, **scores}
+        record = append_fields(trace.record, {**_own_id(trace), "reward": total, "rewards": rewards})
         return _core.Traces.decode([record], file or "<records>", line or 1, "auto")[0]
 
 
@@ -365,6 +364,7 @@ def score_traces(
 
     async def score_group(members: list[int]) -> None:
         inputs = _inputs([traces[index] for index in members], reward_input)
+        result.columns.update(dict.fromkeys(inputs["columns"]))
         key = key_of("functions", sources, scorer.weights.tolist(), inputs)
         answer = answers.get(key)
         rows = _cached_rows(answer, result.names, len(members))
@@ -466,6 +466,14 @@ async def judge_traces(
     return result
 
 
+def _own_id(trace: Trace) -> dict[str, str]:
+    """Return the id as a field if it is only the place of the record, which changes when it is written elsewhere."""
+    file, line = trace.core.location(trace.index)
+    is_place = file is not None and trace.id == f"{file}:{line}"
+    record = parse_record(trace.record) if is_place else None
+    return {"id": trace.id} if isinstance(record, dict) and record.get("id") is None else {}
+
+
 def _note(result: ScoredTraces, kind: str, failure: Failure, trace: Trace) -> None:
     """Keep the first failure of a kind, with the location of its group's first trace."""
     file, line = trace.core.location(trace.index)
@@ -551,22 +559,8 @@ def _inputs(members: list[Trace], texts: bool) -> dict[str, Any]:
     if texts:
         prompts = [text_of(messages, "user") for messages in prompts]
         completions = [text_of(messages, "assistant") for messages in completions]
-    columns = columns_of([_columns(trace) for trace in members])
+    columns = columns_of([columns_of_trace(trace) for trace in members])
     return {"prompts": list(prompts), "completions": list(completions), "columns": columns}
-
-
-def _columns(trace: Trace) -> dict[str, Any]:
-    """Return the columns of a record: its keys other than messages, and those of its `metadata`, which take precedence.
-
-    If the record has a task from a rollout, the keys of the task are columns too, with the lowest precedence.
-    """
-    record, metadata = parse_record(trace.record), trace.metadata
-    fields = record if isinstance(record, dict) else {}
-    columns = {name: value for name, value in fields.items() if name not in _OF_RECORD}
-    metadata = metadata if isinstance(metadata, dict) else {}
-    task = metadata.get("task")
-    task_columns = {name: value for name, value in task.items() if name != "messages"} if isinstance(task, dict) else {}
-    return {**task_columns, **columns, **metadata}
 
 
 def _split(trace: Trace) -> tuple[list[Any], list[Any]]:
