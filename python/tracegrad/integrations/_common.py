@@ -141,7 +141,7 @@ def same_scale(option: str, value: str, modes: Mapping[str, tuple[str, str | Non
 
 
 def warn_unused_logprobs() -> None:
-    """Report that the objective has no ratio to the recorded logprobs of the traces."""
+    """Print a warning that the objective has no ratio to the recorded logprobs of the traces."""
     warnings.warn(
         "The recorded logprobs are not used: the objective has no ratio to the policy that sampled the tokens. Take "
         "one that has, such as presets.DAPO, or recipes.from_trl(arguments, rollout_logprobs=True).objective.",
