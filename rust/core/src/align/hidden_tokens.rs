@@ -9,7 +9,7 @@
 //! what the record shows and decodes to its text. The forward pass finds the states that can be reached, the backward
 //! pass those that lead to the end. An id is known if every surviving path uses it at its position.
 
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{OpenGroup, Pending, REPLACEMENT, Step, Tokenizer};
 use foldhash::fast::RandomState;
 use std::collections::HashMap;
 
@@ -57,6 +57,13 @@ struct Edge {
     id: u32,
 }
 
+/// A state of the next layer and the edges to it from one state.
+struct Target {
+    state: u32,
+    from: u32,
+    ids: Choice,
+}
+
 struct Search<'a> {
     complete: CompleteText<'a>,
     facts: RecorderFacts<'a>,
@@ -66,7 +73,7 @@ struct Search<'a> {
     edges: Vec<Edge>,
     /// Index of the first edge into each layer.
     into: Vec<usize>,
-    next: HashMap<State, u32, RandomState>,
+    next: HashMap<State, Target, RandomState>,
     tries: usize,
 }
 
@@ -90,7 +97,7 @@ pub fn solve(shown: &[ShownToken<'_>], complete: CompleteText<'_>, facts: Record
     search.finish(shown.len())
 }
 
-impl Search<'_> {
+impl<'a> Search<'a> {
     /// Computes the states after one more token.
     fn layer(&mut self, seen: ShownToken<'_>, last: bool) -> Option<()> {
         let (start, end) = (self.layers[self.layers.len() - 2], self.layers[self.layers.len() - 1]);
@@ -124,14 +131,22 @@ impl Search<'_> {
         State { pending, view, ..state }
     }
 
+    /// Adds an edge. Two ids between two states already make the id ambiguous: further ones are left out.
     fn edge(&mut self, from: usize, to: State, id: u32) {
         let to = self.canonical(to);
-        let states = &mut self.states;
-        let to = *self.next.entry(to).or_insert_with(|| {
+        let (states, from) = (&mut self.states, from as u32);
+        let target = self.next.entry(to).or_insert_with(|| {
             states.push(to);
-            (states.len() - 1) as u32
+            Target { state: (states.len() - 1) as u32, from, ids: Choice::None }
         });
-        self.edges.push(Edge { from: from as u32, to, id });
+        if target.from != from {
+            (target.from, target.ids) = (from, Choice::None);
+        }
+        let before = target.ids;
+        target.ids.add(id);
+        if target.ids != before {
+            self.edges.push(Edge { from, to: target.state, id });
+        }
     }
 
     fn known(&mut self, from: usize, id: u32, last: bool) {
@@ -189,10 +204,50 @@ impl Search<'_> {
         if broken {
             // The pending bytes may be the invalid part or belong to it. Then any entry that is not valid text by
             // itself may follow.
-            let prefix: &[u8] = if state.pending.is_empty() { &forced } else { &[] };
-            for (bytes, id) in tokenizer.partial().beginning_with(prefix) {
-                self.consider(from, id, bytes, text);
+            let prefix: &[u8] = if state.pending.is_empty() { forced } else { &[] };
+            let partial = tokenizer.partial();
+            let Some(text) = text else {
+                if prefix.is_empty() && self.breaks_next(state) {
+                    partial.open_groups().iter().for_each(|group| self.consider_group(from, group));
+                } else {
+                    partial
+                        .open_and_beginning_with(prefix)
+                        .for_each(|(bytes, id)| self.consider(from, id, bytes, None));
+                }
+                return;
+            };
+            for (bytes, id) in partial.decoding_to(text).filter(|(bytes, _)| bytes.starts_with(prefix)) {
+                self.consider(from, id, bytes, Some(text));
             }
+            if !state.view.pending.is_empty() {
+                // An entry that completes the character of earlier ones shows their text too.
+                for (bytes, id) in partial.continuing().filter(|(bytes, _)| bytes.starts_with(prefix)) {
+                    self.consider(from, id, bytes, Some(text));
+                }
+            }
+        }
+    }
+
+    /// Returns true if the text has U+FFFD next, and it is not a character that the pending bytes begin.
+    fn breaks_next(&self, state: State) -> bool {
+        let begins = !state.pending.is_empty() && REPLACEMENT.starts_with(state.pending.bytes());
+        !begins && self.complete.text.as_bytes()[state.at as usize..].starts_with(REPLACEMENT)
+    }
+
+    /// Adds the edges of a group, for a token that shows nothing and a state that [`Self::breaks_next`]. Two members
+    /// represent all of them if they lead to the same states.
+    fn consider_group(&mut self, from: usize, group: &OpenGroup) {
+        let mut count = 2;
+        if !group.starts_inside {
+            let State { at, pending, .. } = self.states[from];
+            let at = at as usize + if pending.is_empty() { 0 } else { REPLACEMENT.len() };
+            let Some(rest) = self.complete.text.as_bytes()[at..].strip_prefix(&*group.text) else { return };
+            if !group.is_complete && !rest.starts_with(REPLACEMENT) {
+                count = usize::MAX;
+            }
+        }
+        for (bytes, id) in group.members.iter().take(count) {
+            self.consider(from, *id, bytes, None);
         }
     }
 
@@ -240,7 +295,7 @@ impl Search<'_> {
 
     /// Returns the bytes that must come next in the text, up to the first invalid character. Also returns whether one
     /// token can reach that character.
-    fn forced(&self, state: State) -> (Vec<u8>, bool) {
+    fn forced(&self, state: State) -> (&'a [u8], bool) {
         let reach = self.facts.tokenizer.max_piece_bytes() + 4;
         let mut rest = &self.complete.text.as_bytes()[state.at as usize..];
         let pending = state.pending.bytes();
@@ -253,8 +308,8 @@ impl Search<'_> {
         }
         let near = &rest[..rest.len().min(reach)];
         match memchr::memmem::find(near, REPLACEMENT) {
-            Some(end) => (near[..end].to_vec(), true),
-            None => (near.to_vec(), broken),
+            Some(end) => (&near[..end], true),
+            None => (near, broken),
         }
     }
 
@@ -419,7 +474,7 @@ fn close(from: At, text: &str, facts: RecorderFacts<'_>, edge: &mut dyn FnMut(At
         At::Stray => {
             facts.tokenizer.id_of_bytes(text.as_bytes()).iter().for_each(|&id| edge(end, id));
             facts.tokenizer.id_of_added(text).iter().for_each(|&id| edge(end, id));
-            facts.tokenizer.partial().decoding_to(text).iter().take(2).for_each(|&id| edge(end, id));
+            facts.tokenizer.partial().decoding_to(text).take(2).for_each(|(_, id)| edge(end, id));
         }
         At::Inside(spelled) => {
             facts.tokenizer.id_of_bytes(&text.as_bytes()[spelled..]).iter().for_each(|&id| edge(end, id));
@@ -577,114 +632,6 @@ fn hidden(facts: RecorderFacts<'_>) -> impl Iterator<Item = u32> {
     facts.tokenizer.partial().open().iter().chain(specials).copied()
 }
 
-/// U+FFFD in UTF-8.
-pub const REPLACEMENT: &[u8] = "\u{FFFD}".as_bytes();
-
-/// Up to three bytes that start a character.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
-pub struct Pending {
-    bytes: [u8; 3],
-    length: u8,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
-    /// The byte is pending with those before it.
-    Waits,
-    /// The byte completes a character of `.1` bytes.
-    Character([u8; 4], usize),
-    /// The byte is not part of a valid character.
-    Broken,
-}
-
-impl Pending {
-    /// Returns the pending bytes.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes[..self.length as usize]
-    }
-
-    pub fn is_empty(self) -> bool {
-        self.length == 0
-    }
-
-    /// Returns the representative of all beginnings that accept the same following bytes for equally long. Beginnings
-    /// of U+FFFD form their own class.
-    pub fn class(self) -> Self {
-        let (first, second) = match (self.bytes[0], self.length) {
-            (0xC2..=0xDF, _) => (0xC2, 0),
-            (0xEF, 2..) if self.bytes[1] == 0xBF => (0xEF, 0xBF),
-            (0xE0..=0xEF, 2..) => (0xE1, 0x80),
-            (0xE1..=0xEC | 0xEE, 1) => (0xE1, 0),
-            (0xF0..=0xF4, 2..) => (0xF1, 0x80),
-            (0xF1..=0xF3, 1) => (0xF1, 0),
-            (first, _) => (first, 0),
-        };
-        let third = if self.length == 3 { 0x80 } else { 0 };
-        Self { bytes: [first, second, third], length: self.length }
-    }
-
-    /// Decodes one byte. Returns true next to the step if the pending bytes turned out invalid first and count as one
-    /// U+FFFD.
-    pub fn feed(&mut self, byte: u8) -> (bool, Step) {
-        if self.length > 0 {
-            if self.takes(byte) {
-                let mut character = [0; 4];
-                character[..self.length as usize].copy_from_slice(self.bytes());
-                character[self.length as usize] = byte;
-                let length = self.length as usize + 1;
-                if length == width(self.bytes[0]) {
-                    *self = Self::default();
-                    return (false, Step::Character(character, length));
-                }
-                self.bytes[length - 1] = byte;
-                self.length += 1;
-                return (false, Step::Waits);
-            }
-            *self = Self::default();
-            return (true, self.begin(byte));
-        }
-        (false, self.begin(byte))
-    }
-
-    fn begin(&mut self, byte: u8) -> Step {
-        match width(byte) {
-            1 => Step::Character([byte, 0, 0, 0], 1),
-            0 => Step::Broken,
-            _ => {
-                self.bytes[0] = byte;
-                self.length = 1;
-                Step::Waits
-            }
-        }
-    }
-
-    /// Returns true if `byte` may follow the pending bytes. UTF-8 excludes overlong forms, surrogates and code points
-    /// above U+10FFFF.
-    fn takes(self, byte: u8) -> bool {
-        if self.length > 1 {
-            return matches!(byte, 0x80..=0xBF);
-        }
-        match self.bytes[0] {
-            0xE0 => matches!(byte, 0xA0..=0xBF),
-            0xED => matches!(byte, 0x80..=0x9F),
-            0xF0 => matches!(byte, 0x90..=0xBF),
-            0xF4 => matches!(byte, 0x80..=0x8F),
-            _ => matches!(byte, 0x80..=0xBF),
-        }
-    }
-}
-
-/// Returns the number of bytes of the character that starts with `byte`, or 0 if none does.
-fn width(byte: u8) -> usize {
-    match byte {
-        0x00..=0x7F => 1,
-        0xC2..=0xDF => 2,
-        0xE0..=0xEF => 3,
-        0xF0..=0xF4 => 4,
-        _ => 0,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -731,55 +678,6 @@ mod view_tests {
                 shown
             };
             assert_eq!(tokens.iter().map(show).collect::<Vec<_>>(), expected, "{tokens:?}");
-        }
-    }
-}
-
-#[cfg(test)]
-mod utf8_tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn decoded(bytes: &[u8]) -> Vec<u8> {
-        let mut pending = Pending::default();
-        let mut text = Vec::new();
-        for &byte in bytes {
-            let (broken, step) = pending.feed(byte);
-            if broken {
-                text.extend_from_slice(REPLACEMENT);
-            }
-            match step {
-                Step::Waits => {}
-                Step::Character(character, length) => text.extend_from_slice(&character[..length]),
-                Step::Broken => text.extend_from_slice(REPLACEMENT),
-            }
-        }
-        if !pending.is_empty() {
-            text.extend_from_slice(REPLACEMENT);
-        }
-        text
-    }
-
-    #[test]
-    fn beginnings_are_of_one_class_where_the_same_bytes_end_them() {
-        let class = |bytes: &[u8]| {
-            let mut pending = Pending::default();
-            for &byte in bytes {
-                assert_eq!(pending.feed(byte), (false, Step::Waits));
-            }
-            pending.class().bytes().to_vec()
-        };
-        assert_eq!([class(&[0xE3, 0x81]), class(&[0xEF, 0xBC])], [[0xE1, 0x80]; 2]);
-        assert_eq!(class(&[0xEF, 0xBF]), [0xEF, 0xBF]); // U+FFFD may become of it
-    }
-
-    proptest! {
-        #[test]
-        fn it_decodes_as_the_standard_library_does(bytes in proptest::collection::vec(
-            prop_oneof![any::<u8>(), Just(0xE3), Just(0x81), Just(0xF0), Just(0x9F), Just(0xED), Just(0xA0), Just(0xF4)], 0..24)
-        ) {
-            let text = String::from_utf8_lossy(&bytes).into_owned();
-            prop_assert_eq!(decoded(&bytes), text.into_bytes());
         }
     }
 }

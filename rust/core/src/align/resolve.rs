@@ -8,11 +8,11 @@
 #[cfg(test)]
 mod tests;
 
-use super::hidden_tokens::{self, Choice, CompleteText, REPLACEMENT, RecorderFacts, ShownToken};
+use super::hidden_tokens::{self, Choice, CompleteText, RecorderFacts, ShownToken};
 use super::types;
 use crate::findings::{Finding, Reason};
 use crate::pool;
-use crate::tokenizer::{Spelling, Tokenizer};
+use crate::tokenizer::{REPLACEMENT, Spelling, Tokenizer};
 use crate::trace::{Generation, Pieces, Stop, Tokens, Trace};
 use serde_json::Value;
 use std::borrow::Cow;

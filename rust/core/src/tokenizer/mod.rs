@@ -12,6 +12,7 @@ mod encoder;
 mod fast_backend;
 mod hf_backend;
 mod load;
+mod partial;
 mod pattern;
 mod tiktoken;
 mod transformers;
@@ -19,8 +20,9 @@ mod vocab_bytes;
 
 pub use config::{Class, Eos, ExtraToken, Model, TokenizerConfig};
 pub use encoder::{ContinuationIds, Report};
+pub(crate) use partial::{OpenGroup, Partial, Pending, REPLACEMENT, Step};
 pub use transformers::ClassMismatch;
-pub use vocab_bytes::{Partial, Spelling};
+pub use vocab_bytes::Spelling;
 
 use crate::error::{Error, Kind, Result};
 use crate::pool;
@@ -173,7 +175,7 @@ impl Tokenizer {
     }
 
     /// Returns the ordinary entries that contain a part of a character.
-    pub fn partial(&self) -> &Partial {
+    pub(crate) fn partial(&self) -> &Partial {
         self.partial.get_or_init(|| {
             let entries = (0..self.vocab_size()).filter(|&id| !self.is_added(id));
             Partial::new(entries.filter_map(|id| Some((id, self.pieces.get(id)?))))

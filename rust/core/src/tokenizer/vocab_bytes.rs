@@ -1,9 +1,7 @@
-//! The bytes of every vocabulary entry, the lookup from bytes to ids, and the entries that contain a part of a
-//! character.
+//! The bytes of every vocabulary entry, and the lookup from bytes to ids.
 //!
 //! Byte-level BPE is decoded exactly, SentencePiece pieces with byte fallback. For any other kind the bytes are the
-//! entry's own text. The tables are built once per tokenizer. Recorders lose or mangle the bytes of partial entries
-//! only.
+//! entry's own text. The tables are built once per tokenizer.
 
 use foldhash::fast::RandomState;
 use hashbrown::hash_table::{Entry, HashTable};
@@ -221,53 +219,6 @@ fn fallback_byte(text: &str) -> Option<u8> {
     (code.len() == 2).then(|| u8::from_str_radix(code, 16).ok()).flatten()
 }
 
-/// Entries whose bytes are not UTF-8, by their bytes and by their lossy text.
-#[derive(Debug, Default)]
-pub struct Partial {
-    /// Bytes and id, sorted by bytes.
-    sorted: Vec<(Box<[u8]>, u32)>,
-    /// Ids by lossy text.
-    by_text: HashMap<Box<str>, Vec<u32>>,
-    /// Ids whose lossy text ends in U+FFFD. Recorders that correct by context show nothing for them.
-    open: Vec<u32>,
-}
-
-impl Partial {
-    pub(super) fn new<'a>(entries: impl Iterator<Item = (u32, &'a [u8])>) -> Self {
-        let mut partial = Self::default();
-        for (id, bytes) in entries {
-            let text = String::from_utf8_lossy(bytes);
-            if !text.contains('\u{FFFD}') {
-                continue;
-            }
-            if text.ends_with('\u{FFFD}') {
-                partial.open.push(id);
-            }
-            partial.by_text.entry(text.into()).or_default().push(id);
-            partial.sorted.push((bytes.into(), id));
-        }
-        partial.sorted.sort_unstable();
-        partial
-    }
-
-    /// Returns the entries whose bytes start with `prefix`.
-    pub fn beginning_with(&self, prefix: &[u8]) -> impl Iterator<Item = (&[u8], u32)> {
-        let start = self.sorted.partition_point(|(bytes, _)| bytes.as_ref() < prefix);
-        let entries = self.sorted[start..].iter().take_while(move |(bytes, _)| bytes.starts_with(prefix));
-        entries.map(|(bytes, id)| (bytes.as_ref(), *id))
-    }
-
-    /// Returns the entries that decode to `text`.
-    pub fn decoding_to(&self, text: &str) -> &[u32] {
-        self.by_text.get(text).map_or(&[], Vec::as_slice)
-    }
-
-    /// Returns the entries that end inside a character or in invalid bytes.
-    pub fn open(&self) -> &[u32] {
-        &self.open
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -327,39 +278,5 @@ mod tests {
         assert_eq!((pieces.get(5), pieces.size(), pieces.longest()), (None, 11, 3));
         let shared: Vec<u32> = (0..11).filter(|&id| pieces.is_shared(id)).collect();
         assert_eq!((shared, pieces.has_gaps()), (vec![3, 9], true));
-    }
-}
-
-#[cfg(test)]
-mod partial_tests {
-    use super::*;
-
-    #[test]
-    fn entries_that_hold_a_part_of_a_character_are_found_by_bytes_and_by_text() {
-        // A complete word; two entries with the first two bytes of "日" (E6 97 A5), by themselves and after a space;
-        // its last byte; one that starts inside a character and ends after a complete one; one with an invalid byte
-        // inside.
-        let entries: [(u32, &[u8]); 7] = [
-            (5, b"day"),
-            (4, b"\xE6\x97"),
-            (3, b" \xE6\x97"),
-            (2, b"\xA5"),
-            (1, b"\xA5a"),
-            (9, b"a\xFFb"),
-            (8, "\u{FFFD}".as_bytes()),
-        ];
-        let partial = Partial::new(entries.into_iter());
-        let beginning = |prefix: &[u8]| partial.beginning_with(prefix).map(|(_, id)| id).collect::<Vec<_>>();
-        assert_eq!(beginning(b""), [3, 9, 2, 1, 4, 8]);
-        assert_eq!(beginning(b"\xA5"), [2, 1]);
-        assert_eq!(beginning(b"\xE6\x97"), [4]);
-        assert!(beginning(b"\xE6\x97\xA5").is_empty());
-        assert!(beginning(b"d").is_empty());
-        assert_eq!(partial.beginning_with(b" ").next(), Some((&b" \xE6\x97"[..], 3)));
-        assert_eq!(partial.decoding_to("\u{FFFD}"), [4, 2, 8]);
-        assert_eq!(partial.decoding_to(" \u{FFFD}"), [3]);
-        assert_eq!(partial.decoding_to("a\u{FFFD}b"), [9]);
-        assert!(partial.decoding_to("day").is_empty());
-        assert_eq!(partial.open(), [4, 3, 2, 8]);
     }
 }
