@@ -254,8 +254,8 @@ impl Template {
             let number = tools.as_ref().map(|tools| tools.number);
             let asked = RenderKey { messages: &[], tools: number, add_generation_prompt, rules, kwargs };
             let kept_messages = session.follow((self.number, rules), asked.key(), messages)?;
-            if let Some(last) = &session.last {
-                return Ok(last.clone());
+            if let Some(kept) = session.kept() {
+                return Ok(kept.clone());
             }
             let render = || {
                 let mut call = self.call(&session.conversation, tools, add_generation_prompt, kwargs)?;
@@ -268,7 +268,7 @@ impl Template {
             } else {
                 self.renders.get(RenderKey { messages, ..asked }, render)?
             };
-            session.last = Some(rendered.clone());
+            session.keep(rendered.clone());
             Ok(rendered)
         });
         if rendered.is_err() {

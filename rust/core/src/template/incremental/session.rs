@@ -23,7 +23,9 @@ pub struct Session<'a> {
     pub(in crate::template) key: Vec<u8>,
     pub(in crate::template) conversation: Conversation<'a>,
     pub(in crate::template) slots: Slots,
-    pub(in crate::template) last: Option<Rendered>,
+    /// The first and the last render of the conversation so far, each with its number of messages. The next
+    /// conversation often has the same first prompt.
+    renders: Vec<(usize, Rendered)>,
 }
 
 impl<'a> Session<'a> {
@@ -39,13 +41,21 @@ impl<'a> Session<'a> {
             let conversation = Conversation::new(&[], rules)?;
             *self = Self { template, key, conversation, ..Self::default() };
         }
-        let before = self.conversation.len();
         let common = self.conversation.follow(messages)?;
-        if (common, common) != (before, messages.len()) {
-            self.last = None;
-        }
+        self.renders.retain(|(count, _)| *count <= common);
         self.slots.each().for_each(|slot| slot.common = slot.common.min(common));
         Ok(common)
+    }
+
+    /// Returns the render of exactly the messages of the session, if it was kept.
+    pub(in crate::template) fn kept(&self) -> Option<&Rendered> {
+        self.renders.iter().find(|(count, _)| *count == self.conversation.len()).map(|(_, rendered)| rendered)
+    }
+
+    /// Keeps the render of the session's messages.
+    pub(in crate::template) fn keep(&mut self, rendered: Rendered) {
+        self.renders.truncate(1);
+        self.renders.push((self.conversation.len(), rendered));
     }
 }
 

@@ -255,3 +255,30 @@ fn a_call_that_had_no_time_for_a_run_has_none_left() {
     limits::open();
     limits::in_time().unwrap();
 }
+
+#[test]
+fn the_first_and_the_last_render_are_kept_until_one_of_their_messages_changes() {
+    let [first, answer, next, other] =
+        ["price?", "12", "and two?", "and three?"].map(|text| json!({"role": "user", "content": text}));
+    let mut session = Session::default();
+    let follow = |session: &mut Session<'_>, messages: &[&'static Value]| -> Option<String> {
+        session.follow((1, Rules::default()), Vec::new(), messages).unwrap();
+        session.kept().map(|rendered| rendered.text.to_string())
+    };
+    let [first, answer, next, other]: [&'static Value; 4] =
+        [first, answer, next, other].map(|m| &*Box::leak(Box::new(m)));
+    let keep =
+        |session: &mut Session<'_>, text: &str| session.keep(Rendered { text: text.into(), ..Rendered::default() });
+    assert_eq!(follow(&mut session, &[first]), None);
+    keep(&mut session, "1");
+    assert_eq!(follow(&mut session, &[first, answer, next]), None);
+    keep(&mut session, "3");
+    assert_eq!(follow(&mut session, &[first, answer, next]).as_deref(), Some("3"));
+    assert_eq!(follow(&mut session, &[first, answer, other]), None);
+    keep(&mut session, "other 3");
+    // The next conversation has the same first prompt.
+    assert_eq!(follow(&mut session, &[first]).as_deref(), Some("1"));
+    assert_eq!(follow(&mut session, &[first, answer, other]), None);
+    assert_eq!(follow(&mut session, &[answer]), None);
+    assert_eq!(follow(&mut session, &[first]), None);
+}
