@@ -76,6 +76,21 @@ def test_booleans_and_numbers_as_text_are_found():
     assert '4 of 4 records have a number as text "grade" (0 to 3, mean 1.5, 4 values): --map.reward grade' in lines
 
 
+def test_measurements_templates_and_another_field_than_the_recorded_group_are_no_groups():
+    halves = [("instance_cost", 1, 2), ("item_tokens", 5, 7), ("case_value", 0, 0.25), ("case_value_text", "1", "1.5")]
+    halves += [("task_success", 1, 0), ("instance_template", "Do {{a}}.", "Do {{a}} now.")]
+    for name, *values in [*halves, ("problem_id", "1.5", "b"), ("item_probe", 1, 2)]:
+        rows = [
+            {"messages": [user(str(n)), {"role": "assistant", "content": "b"}], "stats": {name: values[n % 2]}}
+            for n in range(6)
+        ]
+        expected = [f"stats.{name}"] if name in ("problem_id", "item_probe") else []
+        assert [each.path for each in infer_fields.infer(rows).of("group")] == expected, name
+        assert infer_fields.infer([{**row, "group": "g"} for row in rows]).of("group") == []
+        some = [*rows[2:], *({**row, "group": "g"} for row in rows[:2])]
+        assert [each.path for each in infer_fields.infer(some).of("group")] == expected
+
+
 def runs():
     """A project's runs as LangSmith lists them: the feedback is on the root; a row beside the call has none."""
     for n in range(4):

@@ -130,3 +130,14 @@ def test_flags_that_are_suggested_decide_how_traces_are_compared(tmp_path):
         row["score"] = number // 4
     found = diagnose(written(tmp_path / "t.jsonl", many), MODEL)
     assert "--advantage.baseline batch_mean --data.holdout 0" in found.next_command
+
+
+def test_a_recorded_group_is_kept_and_said_to_be(tmp_path):
+    many = [{**row, "task": n % 2, "group": f"g{n}"} for n, row in enumerate(rows([1, 0, 1, 0]))]
+    for rewarded in (True, False):
+        records = many if rewarded else [{**row, "reward": None} for row in many]
+        found = diagnose(written(tmp_path / "t.jsonl", records), MODEL)
+        assert "--map.group" not in found.next_command
+        assert ("group    4 of 4 traces have a recorded group, which is used" in found.suggestions) == rewarded
+    found = diagnose(written(tmp_path / "t.jsonl", [{**row, "group": None} for row in many]), MODEL)
+    assert "--map.group" in found.next_command

@@ -180,6 +180,12 @@ MOST_CALLS = 64  # Average calls of a conversation. Above that, a key probably n
 _GROUP = re.compile(
     r"task|prompt_?(id|key|name|hash)|group|question|problem|example|instance|item|case|query_?id|uid|\bdoc", re.I
 )
+_NO_GROUP = re.compile(
+    r"token|latency|duration|elapsed|cost|price|usage|spend|budget|\bloss|probab|prob$|score|grade|rating|temperature|"
+    r"_time$|_ms$|_s$|count$|length$|size$|template|config",
+    re.I,
+)
+"""Names of measurements, and of texts and settings that records of different tasks share."""
 _NOT_ONLY_OF_SAMPLING = {
     *("top_k", "topK", "top-k", "best_of", "bestOf", "min_tokens", "min_new_tokens", "num_beams"),
     *("beam_search", "use_beam_search", "watermark", "bad_words", "mirostat", "top_a"),
@@ -734,6 +740,8 @@ def _labels(columns: dict[str, _Column], count: int) -> Iterator[str]:
 
 
 def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, session: str) -> Iterator[Candidate]:
+    if "group" in columns and 2 * columns["group"].count >= count:
+        return  # The reader uses it, so no other field is suggested.
     prompts_of_keys = calls.prompts_by(session)
     has_keys, prompts = bool(prompts_of_keys), prompts_of_keys or calls.prompts
     if shared := {prompt: times for prompt, times in prompts.items() if times > 1}:
@@ -755,6 +763,8 @@ def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, sess
         names = sum(column.kinds[kind] for kind in ("a text", "a number as text", "a number"))
         if not _GROUP.search(last) or names < column.count or not 1 < distinct <= column.count / 1.5:
             continue
+        if _NO_GROUP.search(last) or json_path.REWARD.search(last) or _is_measured(column):
+            continue
         evidence = f'{column.count:,} of {count:,} records have "{path}", of {distinct:,} values'
         in_groups = sum(times for times in column.values.values() if times > 1)
         yield Candidate(
@@ -765,6 +775,12 @@ def _groups(columns: dict[str, _Column], count: int, calls: CallStatistics, sess
             partial=in_groups < count,
             mostly_alone=2 * in_groups < count,
         )
+
+
+def _is_measured(column: _Column) -> bool:
+    """Return whether all values are numbers and some are no integers: they are measurements and not names."""
+    numbers = [json_path.number(value) for value in column.values]
+    return None not in numbers and any(number is not None and number % 1 != 0 for number in numbers)
 
 
 def _temperatures(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:

@@ -306,7 +306,7 @@ def diagnose(
             "a model call with an answer. Check that it is the right file, and that its recorder did not stop early."
         )
     map, names = map or FieldMap(), {finding.name for finding in results if finding is not None}
-    missing = _unspecified(map, names, stats)
+    missing = _unspecified(map, stats)
     guesses = infer_fields.infer(paths, map, missing) if missing else infer_fields.Candidates(0, ())
     if not stats.without_temperature and not guesses.of("logprobs"):
         missing = [name for name in missing if name != "sampling"]  # The temperature of text does not matter.
@@ -316,7 +316,10 @@ def diagnose(
         following = f"{following} --server-profile {server_profile}"
     scores = following is not None and following.startswith("tracegrad score ")
     columns = columns_of([columns_of_trace(trace) for trace in stats.few.traces()]) if scores else ()
-    totals, lines = (stats.traces, stats.turns, stats.terms), (*guesses.lines(missing), *unspecified_lines(stats))
+    recorded = f"group    {stats.grouped_traces:,} of {stats.traces:,} traces have a recorded group, which is used"
+    lines = (*guesses.lines(missing), *unspecified_lines(stats))
+    lines = (recorded, *lines) if "lone_traces" in names and stats.grouped and not map.group else lines
+    totals = (stats.traces, stats.turns, stats.terms)
     return Diagnosis(
         source,
         *totals,
@@ -340,10 +343,10 @@ def _with_kept_mass(hits: Hits, mass: tuple[float, float]) -> Hits:
     )
 
 
-def _unspecified(mapping: FieldMap, names: set[str], stats: DatasetStats) -> list[str]:
+def _unspecified(mapping: FieldMap, stats: DatasetStats) -> list[str]:
     """Return which of reward, group, sampling and session neither the records nor the user specify."""
     missing = ["reward"] * (not stats.traces or not stats.rewards.spans)
-    missing += ["group"] * ("lone_traces" in names or not stats.grouped)
+    missing += ["group"] * (not stats.grouped)
     may_have_logprobs = stats.without_temperature or stats.without_logprobs or not stats.traces
     missing += ["sampling"] * bool(may_have_logprobs and not mapping.temperature)
     missing += ["logprobs"] * bool(stats.without_logprobs or not stats.traces)

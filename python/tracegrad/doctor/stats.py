@@ -395,6 +395,7 @@ class DatasetStats:
             with an exact id and logprob, tokens with a filled logprob, tokens that would be trained.
         longest_branch: tokens of the longest branch.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
+        grouped_traces: number of traces whose record, or the field map, names their group.
         headless: turns in which only the first logprob is missing.
         without_prompt, without_logprobs, without_ids: turns without a prompt, turns without logprobs, and turns without
             recorded ids.
@@ -414,6 +415,7 @@ class DatasetStats:
     longest_branch: int = 0
     unaligned: int = 0
     first_error: str | None = None
+    grouped_traces: int = 0
     copies: Duplicates = field(default_factory=Duplicates)
     models: Models = field(default_factory=Models)
     rewards: Rewards = field(default_factory=Rewards)
@@ -439,6 +441,7 @@ class DatasetStats:
         report = look.sequences.alignment_report
         self.traces += len(look.traces)
         self.turns += look.generations
+        self.grouped_traces += sum(look.traces.core.group(row) is not None for row in range(len(look.traces)))
         self.recorded += report.recorded
         self.exact += report.exact
         self.terms += int(look.sequences.trainable.sum())
@@ -460,8 +463,7 @@ class DatasetStats:
     @property
     def grouped(self) -> bool:
         """Whether most traces name a group; a trace without a group name is a group of its own."""
-        ungrouped = sum(not name for _, name, _ in self.rewards.first.values())
-        return ungrouped * 2 < sum(map(len, self.rewards.group))
+        return 0 < self.traces < 2 * self.grouped_traces
 
     @property
     def is_text(self) -> bool:
