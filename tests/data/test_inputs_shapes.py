@@ -84,7 +84,20 @@ def test_messages_under_another_name_are_read_if_there_is_one_list():
     [trace] = tg.read([{"run": {"chatHistory": json.dumps(talk)}}])
     assert trace.messages[-1]["content"] == "4"
     with pytest.raises(FormatError):
-        tg.read([{"one": talk, "two": talk}])
+        tg.read([{"one": talk, "two": [*talk[:1], {"role": "assistant", "content": "5"}]}])
+
+
+def test_a_request_in_two_places_counts_once_and_different_ones_are_refused():
+    response = {"choices": [{"index": 0, "message": said("4"), "finish_reason": "stop"}]}
+    sent = {"model": "m", "temperature": 0.5, "messages": [user("2+2?")]}
+    generic = {"model": "m", "messages": [{**user("2+2?"), "name": None}]}
+    for requests in ({"first": sent, "generic": generic}, {"generic": generic, "first": sent}):
+        [trace] = tg.read([{**requests, "back": response, "copy": json.loads(json.dumps(response))}])
+        assert [each["content"] for each in trace.messages] == ["2+2?", "4"]
+        assert (len(trace.generations), trace.generations[0].temperature) == (1, 0.5), "of the copy with more options"
+    for other in ({"model": "m", "messages": [user("3+3?")]}, {**sent, "temperature": 1.0}):
+        with pytest.raises(FormatError, match=r"different messages in first\.messages and in kept\.inner\.messages"):
+            tg.read([{"first": sent, "kept": {"inner": other}, "back": response}])
 
 
 def test_lines_of_an_array_and_rewards_as_text_are_explained(tmp_path):
@@ -152,7 +165,7 @@ def test_a_call_is_found_at_any_path_and_under_any_name():
 
 
 def test_two_possible_calls_are_ambiguous():
-    body = {"one": ASKED, "two": ASKED, "answer": answered("4")}
+    body = {"one": ASKED, "two": {**ASKED, "messages": [user("3+3?")]}, "answer": answered("4")}
     with pytest.raises(FormatError):
         tg.read([{"log": body}])
 

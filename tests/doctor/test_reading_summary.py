@@ -105,6 +105,7 @@ COUNTS = {
     "pydantic_ai.jsonl.gz": (ONE, ONE, None),
     "sse_wire.jsonl.gz": (ONE, ONE, None),
     "texts.json.gz": (ONE, roles("assistant"), None),
+    "fifth/curator.jsonl.gz": (ONE, ONE, None),
     "fourth/lc_threads.jsonl.gz": (ONE, roles("ai"), None),
     "fourth/rated_pairs.jsonl.gz": (lambda record: 2, lambda record: 2, None),
     "third/camel_sharegpt.json.gz": (ONE, roles("gpt", "function_call"), None),
@@ -138,6 +139,13 @@ def test_totals_of_files_of_producers_are_those_of_their_json(name):
     assert found["left_out"] == ({} if without_call is None else {without_call[0]: sum(map(without_call[1], rows))})
 
 
+def test_requests_without_an_answer_are_said_to_be_only_that(tmp_path):
+    rows = [{"messages": [user("a")]}, {"messages": [user("b")]}, {"messages": [user("a"), said("b")]}]
+    lines = diagnose(written(tmp_path / "chat.jsonl", [*rows, {"prompt": "a", "response": "b"}]), MODEL).summary.lines()
+    assert "2 of the conversations are only requests: they have no answer to train" in lines[2]
+    assert sum("only requests" in line for line in lines) == 1
+
+
 def test_rewards_groups_temperatures_and_what_is_left_out_are_counted(tmp_path, capsys):
     turn = {**said("b"), "token_ids": [5, 2], "logprobs": [-0.5, None]}
     call = {"request": {"messages": [user("a")], "temperature": 0.5}, "response": {"choices": [{"message": turn}]}}
@@ -152,6 +160,7 @@ def test_rewards_groups_temperatures_and_what_is_left_out_are_counted(tmp_path, 
             "chat": {
                 "conversations": 3,
                 "calls": 3,
+                "without_answer": 0,
                 "sampled_tokens": 2,
                 "with_ids": 2,
                 "with_logprobs": 1,

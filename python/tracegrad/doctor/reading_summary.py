@@ -21,6 +21,7 @@ class ProducerCounts:
 
     Args:
         conversations, calls: number of traces, and of sampled turns.
+        without_answer: number of traces without a sampled turn, such as the requests of another file.
         sampled_tokens, with_ids, with_logprobs: number of recorded tokens, and of those with an id and with a logprob.
         calls_without_tokens: number of sampled turns that are recorded as text only.
         sampling_known: number of sampled turns with a known temperature.
@@ -30,6 +31,7 @@ class ProducerCounts:
 
     conversations: int = 0
     calls: int = 0
+    without_answer: int = 0
     sampled_tokens: int = 0
     with_ids: int = 0
     with_logprobs: int = 0
@@ -44,6 +46,7 @@ class ProducerCounts:
         tokens, logprobs = look["tokens"][own], (look["logprobs"] - look["missing"] - look["invalid"])[own]
         self.conversations += len(rows)
         self.calls += int(own.sum())
+        self.without_answer += len(np.setdiff1d(rows, look.trace))
         self.sampled_tokens += int(tokens.sum())
         self.with_ids += int(tokens[look["ids"][own] >= 0].sum())
         self.with_logprobs += int(np.maximum(logprobs, 0).sum())
@@ -61,7 +64,7 @@ class ProducerCounts:
         return {**counts, "groups": len(self.group_hashes)}
 
     def lines(self) -> list[str]:
-        """Return the counts as text for two lines of a terminal."""
+        """Return the counts as text for two or three lines of a terminal."""
         tokens = f"{self.sampled_tokens:,} sampled tokens"
         if self.sampled_tokens:
             shares = (self.with_ids, "ids"), (self.with_logprobs, "logprobs")
@@ -70,7 +73,12 @@ class ProducerCounts:
             tokens += f", {self.calls_without_tokens:,} calls are text only"
         conversations = f"{self.conversations:,} conversations ({self.rewards:,} with a reward)"
         calls = f"{self.calls:,} calls ({self.sampling_known:,} with a temperature)"
-        return [f"{conversations} in {len(self.group_hashes):,} groups, {calls},", tokens]
+        lines = [f"{conversations} in {len(self.group_hashes):,} groups, {calls},", tokens]
+        if self.without_answer:
+            lines.append(
+                f"{self.without_answer:,} of the conversations are only requests: they have no answer to train"
+            )
+        return lines
 
 
 @dataclass
@@ -111,8 +119,8 @@ class ReadingSummary:
             return []
         lines = []
         for name, counts in self.producers.items():
-            first, second = counts.lines()
-            lines += [f"summary  {name}: {first}", f"         {second}"]
+            first, *others = counts.lines()
+            lines += [f"summary  {name}: {first}", *(f"         {line}" for line in others)]
         left_out = ", ".join(f"{count:,} {name}" for name, count in self.left_out.items())
         return [*lines, *([f"         left out: {left_out}"] if left_out else [])]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tracegrad.data import chat, json_path
+from tracegrad.data.field_map import BadValueError
 from tracegrad.data.formats import langchain, record_fields
 from tracegrad.data.formats.openai import (
     ERRORS,
@@ -25,7 +26,7 @@ from tracegrad.data.formats.openai import (
 )
 from tracegrad.data.formats.prompt_response import ANSWERS, PROMPTS
 
-DEEPEST, MOST_LOOKED = 8, 4096
+DEEPEST, MOST_LOOKED, _MOST_COPIES = 8, 4096, 16
 ROLES = {"tool-call": "assistant", "tool-response": "user", "model": "assistant"}
 """Roles of smolagents with the roles that it sends to the server for them, and of Gemini."""
 PARENTS = ("parent_id", "parent_span_id", "parentSpanId", "parentId")
@@ -212,6 +213,34 @@ def _parent_of(span: Mapping[str, Any]) -> Any:
     return next((span[key] for key in PARENTS if isinstance(span.get(key), str)), None)
 
 
+def refuse_ambiguous(record: Any) -> None:
+    """Refuse a record with one answer and several different prompts. Return None for other records.
+
+    Raises:
+        BadValueError: naming the paths of two of the prompts.
+    """
+    if not isinstance(record, Mapping) or "messages" in record:
+        return
+    matches = _look(record)
+    if len(matches.talks) < 2 or len(matches.responses) != 1:
+        return
+    first, second = (_path_to(record, talk) or key for key, _, talk in matches.talks[:2])
+    problem = f"it has one response, and different messages in {first} and in {second}"
+    fix = "Keep the messages that were sent with the response, and remove the others"
+    raise BadValueError((problem, "The prompt of the response is not known", fix))
+
+
+def _path_to(value: Any, wanted: Any, depth: int = 0) -> str | None:
+    """Return the path of an object inside another one; None if it is not found, as in JSON text."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in pairs if depth < DEEPEST else ():
+        if each is wanted:
+            return str(key)
+        if (path := _path_to(each, wanted, depth + 1)) is not None:
+            return f"{key}.{path}"
+    return None
+
+
 def _talk(matches: _Matches) -> tuple[str, list[Any]] | None:
     """Return the key and messages of the only conversation; None if there is not exactly one."""
     talks = [(key, talk) for key, _, talk in matches.talks if any(_role(item) == "assistant" for item in talk)]
@@ -231,7 +260,40 @@ def _look(record: Mapping[str, Any]) -> _Matches:
     for key, value in record.items():
         if not _EXPECTED.search(str(key)):
             _into_field(matches, str(key), str(key), value, record, 1)
+    matches.talks = _distinct(matches.talks)
+    if 1 < len(matches.responses) <= _MOST_COPIES and all(
+        each == matches.responses[0][1] for _, each in matches.responses
+    ):
+        del matches.responses[1:]
     return matches
+
+
+def _distinct(talks: list[tuple[str, Any, list[Any]]]) -> list[tuple[str, Any, list[Any]]]:
+    """Leave out lists of messages that repeat another one, unless the two have different sampling parameters.
+
+    The list with the most parameters next to it is kept.
+    """
+    kept: list[tuple[str, Any, list[Any]]] = []
+    for talk in talks if len(talks) <= _MOST_COPIES else ():
+        found = next((index for index, each in enumerate(kept) if _is_copy(each, talk)), None)
+        if found is None:
+            kept.append(talk)
+        elif len(_parameters(talk[1])) > len(_parameters(kept[found][1])):
+            kept[found] = talk
+    return kept or talks
+
+
+def _is_copy(one: tuple[str, Any, list[Any]], other: tuple[str, Any, list[Any]]) -> bool:
+    """Return whether two lists have the same messages, and no parameter next to them differs."""
+    first, second = (_parameters(each[1]) for each in (one, other))
+    if len(one[2]) != len(other[2]) or any(first[key] != second[key] for key in first.keys() & second.keys()):
+        return False
+    pairs = zip(map(message, one[2]), map(message, other[2]), strict=True)
+    return all(_without_nulls(left) == _without_nulls(right) for left, right in pairs)
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _unread(matches: _Matches, *, has_request: bool = False) -> tuple[str, Any] | None:
