@@ -133,6 +133,11 @@ def imported_configs_page() -> str:
     return "\n".join([_IMPORTED_CONFIGS, *map(_peer_section, PEERS)])
 
 
+def _instead(peer: Peer) -> list[str]:
+    pairs = ", ".join(f"`{name}` ({here})" for name, here in peer.instead.items())
+    return [f"These options are not read. A run sets them in another way: {pairs}."] if pairs else []
+
+
 def _peer_section(peer: Peer) -> str:
     whole = peer.recipe({})
     told = "\n".join(f"{name} = {value}" for name, value in whole.options if name != "objective")
@@ -147,6 +152,7 @@ def _peer_section(peer: Peer) -> str:
         "affect the objective:",
         "\n".join(["| option | accepted | reason | instead |", "|---|---|---|---|", *_refused(peer)]),
         *_truncation(peer),
+        *_instead(peer),
         "These options are not read, because they affect how a run works and not the loss: "
         + ", ".join(f"`{name}`" for name in peer.ignored.split())
         + ".",

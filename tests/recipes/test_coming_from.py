@@ -1,5 +1,6 @@
 """Configs of other trainers: read without them, spelled option by option, refused by name, and trained with."""
 
+import html
 import json
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from tracegrad.cli import main
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import presets
 from tracegrad.recipes.import_config import read
+from tracegrad.view import runs
 
 FROM = {"trl": recipes.from_trl, "verl": recipes.from_verl, "skyrl": recipes.from_skyrl, "art": recipes.from_art}
 
@@ -63,8 +65,8 @@ def test_each_option_is_spelled_as_what_is_due_to_it():
         "epsilon_high = 0.28": "objective.surrogate.high = 0.28",
         "beta = 0.001": "objective.beta = 0.001",  # YAML 1.1 leaves 1e-3 as a text
     }
-    idle = dict(recipes.from_trl({"vllm_importance_sampling_clip_max": 2.0}).imported_options)
-    assert idle == {"vllm_importance_sampling_clip_max = 2.0": "no effect with the other options"}  # use_vllm is off
+    idle = dict(recipes.from_trl({"vllm_importance_sampling_cap": 2.0}).imported_options)
+    assert idle == {"vllm_importance_sampling_cap = 2.0": "no effect with the other options"}  # use_vllm is off
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,7 @@ def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made
         ({"reward_weights": [1, 2]}, "data.reward_weights = [1.0, 2.0]"),
         ({"num_iterations": 4}, "train.iterations = 4"),
         ({"max_steps": 100}, "train.max_steps = 100"),
-        ({"warmup_ratio": 0.1}, "schedule.warmup_ratio = 0.1"),
+        ({"warmup_ratio": 0.1, "max_prompt_length": 512, "no_cuda": False}, "schedule.warmup_ratio = 0.1"),
         ({"warmup_steps": 0.1}, "schedule.warmup_ratio = 0.1"),
         ({"lr_scheduler_type": "polynomial"}, "schedule.name = polynomial"),
     ],
@@ -158,6 +160,7 @@ def test_what_a_run_refuses_is_spelled_as_that_and_nothing_of_the_recipe_is_made
 def test_what_says_how_a_run_goes_becomes_an_option_of_the_run(told, spelled):
     recipe = recipes.from_trl(told)
     assert [here for _, here in recipe.imported_options] == [spelled]
+    assert recipe.imported_options[0][0].partition(" = ")[0] == next(iter(told))
     section, name = spelled.split(" = ")[0].split(".")
     assert f"{config.as_dict(recipe.resolve()[0])[f'{section}.{name}']}" == spelled.split(" = ")[1]
 
@@ -257,6 +260,33 @@ def test_the_command_line_says_where_a_config_differs_and_what_a_run_refuses(exa
     assert "num_train_epochs = '0.5'" in capsys.readouterr().err
 
 
+def test_the_size_of_a_step_and_the_temperature_of_a_config_are_compared_with_those_of_the_run(
+    example, group, tmp_path, capsys
+):
+    def lines(peer, options, *more):
+        (tmp_path / "c.json").write_text(json.dumps(options))
+        told = ["--from-config", f"{peer}:{tmp_path / 'c.json'}", "--dry-run", "--data.holdout", "0", *more]
+        assert main(arguments(example, group, tmp_path / "out", *told)) == 0
+        said = [line.removeprefix("# ") for line in capsys.readouterr().out.splitlines()]
+        return [line for line in said if line.startswith(("batch  ", "idle  ", "instead", "warning"))]
+
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 16}
+    options = {**batch, "temperature": 0.9, "use_vllm": True, "entropy_coef_min": 0.01}
+    first, idle, instead, warning = lines("trl", options)
+    assert first == (
+        "batch    16 groups per step (train.groups_per_step); the config has 32 completions on each device, 2 groups"
+    )
+    assert idle == "idle     no effect with the other options: entropy_coef_min = 0.01"
+    assert instead.endswith("temperature (the recorded temperature; online, rollout.temperature)")
+    assert warning == "warning  the temperature 0.9 of the config is not used: the traces record 1."
+    assert lines("trl", {"temperature": 1.0, "use_vllm": True}) == [instead]
+    verl = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.actor.ppo_mini_batch_size": 64}
+    verl["algorithm.rollout_correction.rollout_is"] = "token"
+    assert lines("verl", verl, "--train.groups_per_step", "2") == [
+        "batch    2 groups per step (train.groups_per_step); the config has 64 prompts"
+    ]
+
+
 def test_all_that_is_refused_is_said_at_once():
     with pytest.raises(ArgumentError, match=r"TG-RECIPE-015.*3.*cannot.*method"):
         recipes.from_trl({"optim": "adafactor", "num_train_epochs": 0.5, "beta": 0.1, "mask": 0})
@@ -282,8 +312,20 @@ def test_a_run_like_each_peers_defaults_takes_its_steps(example, group, tmp_path
     told = ["--from-config", f"{peer}:{file}", "--data.holdout", "0"]
     assert main(arguments(example, group, tmp_path / "out", *told)) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"recipe   {peer}:{file}: objective = ")
+    recipe = recipes.like(f"{peer}:{file}")
+    lines = said.splitlines()
+    assert lines[0].startswith(f"recipe   {peer}:{file}: {'' if peer in ('skyrl', 'art') else 'objective = '}")
+    assert len(lines[0]) < 500
+    assert all(f"         {line}" in lines for line in str(recipe.objective).splitlines())
     assert "trained  1 steps" in said
+    out = tmp_path / "out"
+    header = (out / "config.toml").read_text().split("\n\n")[0].splitlines()
+    notes = [f"recipe {peer}:{file}", *recipe.import_notes]
+    assert header[-len(notes) :] == [f"# {note}" for note in notes]
+    assert json.loads((out / "summary.json").read_text())["recipe"] == {"source": notes[0][7:], "notes": notes[1:]}
+    report = html.unescape((out / "report.html").read_text())
+    assert [note for note in notes if note.removeprefix("recipe ")[:190] not in report] == []
+    assert f"{peer}:{file}" in runs.page([out])
 
 
 WITHOUT_CORRECTION = {
@@ -377,7 +419,7 @@ def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
-    config = {"beta": 0.0, "output_dir": "o", "use_peft": True, "lora_r": 16}
+    config = {"beta": 0.0, "optim": "adamw_torch", "output_dir": "o", "use_peft": True, "lora_r": 16}
     (tmp_path / "trl.json").write_text(json.dumps(config))
     command = ["train", "none.jsonl", "--model", "m", "--out", str(tmp_path / "o"), "--print-config"]
     assert main([*command, "--from-config", f"trl:{tmp_path / 'trl.json'}"]) == 0
@@ -386,8 +428,8 @@ def test_options_of_a_config_that_have_no_effect_are_named(tmp_path, capsys):
     assert warned == ["use_peft"]
     assert "--train.lora_rank" not in said
     assert "train.lora_rank is set" in said
-    [ignored] = [line for line in said.splitlines() if line.startswith("# ignored")]
-    assert ignored.endswith(": output_dir, lora_r")
+    assert "# instead  not read from the config, but set by (...): output_dir (--out), lora_r (train.lora_rank)" in said
+    assert "# default  as trl's default: beta, optim\n" in said
     recipe = recipes.from_trl({**config, "use_peft": False, "use_vllm": True})
     assert [name for name, warning in recipe.ignored_options if warning] == []
     assert recipe.config == recipes.from_trl({"beta": 0.0, "use_vllm": True}).config  # nothing else changes

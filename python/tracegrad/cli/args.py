@@ -19,6 +19,7 @@ from tracegrad import config, recipes
 from tracegrad.data.codes import SERVERS
 from tracegrad.errors import CODE, ArgumentError, ExitCode, escape_terminal, redact
 from tracegrad.online.options import OnlineConfig, RolloutConfig
+from tracegrad.recipes.import_config import NO_EFFECT
 from tracegrad.storage.remote import require_local_path
 from tracegrad.trainer.api import is_first_rank
 
@@ -643,21 +644,41 @@ def recipe_from_flags(options: argparse.Namespace) -> recipes.Recipe | None:
 
 
 def lines(
-    options: argparse.Namespace, recipe: recipes.Recipe, overrides: Sequence[str], unused_names: Sequence[str] = ()
+    options: argparse.Namespace,
+    recipe: recipes.Recipe,
+    overrides: Sequence[str],
+    groups_per_step: int,
+    unused_names: Sequence[str] = (),
 ) -> list[str]:
     """Return lines about a recipe: its options, translated, differing and ignored options, and overriding options.
 
     Args:
         overrides: options that override the recipe.
+        groups_per_step: `train.groups_per_step` of the run.
         unused_names: options that have no effect here.
     """
-    applied = ", ".join(f"{name} = {value}" for name, value in recipe.options if name not in unused_names)
+    used = [(name, value) for name, value in recipe.options if name not in unused_names]
+    # The code of an objective without a name is long; its formula is printed after these lines.
+    used = [(name, value) for name, value in used if name != "objective" or str(value).isidentifier()]
+    applied = ", ".join(f"{name} = {value}" for name, value in used)
     unused = ", ".join(f"{name} = {value}" for name, value in recipe.options if name in unused_names)
-    translated = [f"         {name}: {translation}" for name, translation in recipe.imported_options]
+    idle = [name for name, translation in recipe.imported_options if translation == NO_EFFECT]
+    translated = [f"         {name}: {text}" for name, text in recipe.imported_options if text != NO_EFFECT]
+    peer = recipe.source.partition(":")[0]
+    if recipe.batch:
+        own = f"{groups_per_step:,} groups per step (train.groups_per_step)"
+        translated.append(f"batch    {own}; the config has {recipe.batch}")
+    if recipe.default_options:
+        translated.append(f"default  as {peer}'s default: {', '.join(recipe.default_options)}")
+    if idle:
+        translated.append(f"idle     {NO_EFFECT}: {', '.join(idle)}")
     translated += [f"differs  on purpose, {name}: {difference}" for name, difference in recipe.differences]
     warned = [(name, warning) for name, warning in recipe.ignored_options if warning]
     other = [name for name, warning in recipe.ignored_options if not warning]
     warnings = [f"warning  {name} of the config has no effect here: {warning}" for name, warning in warned]
+    if recipe.set_elsewhere:
+        elsewhere = ", ".join(f"{name} ({here})" for name, here in recipe.set_elsewhere)
+        warnings.append(f"instead  not read from the config, but set by (...): {elsewhere}")
     warnings += [f"ignored  options of the config without effect here: {', '.join(other)}"] if other else []
     unused_lines = [f"         ignored, because only training from a file uses it: {unused}"] if unused else []
     override_lines = [f"override these options replace the recipe's: {', '.join(overrides)}"] if overrides else []

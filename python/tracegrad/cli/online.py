@@ -143,7 +143,9 @@ def _online(options: argparse.Namespace, overrides: list[tuple[str, Any]], argum
     flags = {key: value for key, value in flags.items() if value is not None}
     recipe = args.recipe_from_flags(options)
     run = run_file.read(options.run_file, flags, overrides, options.resume, recipe)
-    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.overrides, run_file.OFFLINE_ONLY_OPTIONS)
+    groups = run.config.train.groups_per_step
+    unused = run_file.OFFLINE_ONLY_OPTIONS
+    recipe_lines = [] if recipe is None else args.lines(options, recipe, run.overrides, groups, unused)
     extras.check(options, {**config.as_dict(run.config), "servers": (), **run.inputs})
     log = printer_for(options)
     log(*(f"# {line}" if options.dry_run else line for line in recipe_lines))

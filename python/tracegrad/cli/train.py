@@ -98,15 +98,18 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
             f"TG-CLI-035: --ranks {options.ranks} needs --dry-run and must be at least 1. A training run has the ranks "
             "that torchrun starts. Remove --ranks, or add --dry-run."
         )
-    run_config, recipe_lines, source = _config(options, overrides)
+    run_config, recipe_lines, recipe = _config(options, overrides)
     extras.check(options, config.as_dict(run_config))
     objective = api.objective_of(run_config)
     options.model = folder_of(options.model)
     if not options.print_config and not options.dry_run:
         extras.check_images(options.traces, options.model)
     speak, as_json = printer_for(options), options.json
-    speak(*(f"# {line}" if options.print_config or options.dry_run else line for line in recipe_lines))
-    if (options.print_config or options.dry_run) and not as_json:
+    is_printed = options.print_config or options.dry_run
+    speak(*(f"# {line}" if is_printed else line for line in recipe_lines))
+    if recipe is not None and not is_printed:
+        speak(*(f"         {line}" for line in str(objective).splitlines()))
+    if is_printed and not as_json:
         print_lines(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     if options.print_config:
         if as_json:
@@ -118,12 +121,12 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
         speak(*summary.lines())
         if options.dry_run:
             ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
-            return _dry_run(data, objective, run_config, options.model, summary if as_json else None, ranks, source)
-        return _learn(options, arguments, run_config, objective, data, summary, watch, source)
+            return _dry_run(data, objective, run_config, options.model, summary if as_json else None, ranks, recipe)
+        return _learn(options, arguments, run_config, objective, data, summary, watch, recipe)
 
 
-def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str], str]:
-    """Return the config of a run, the lines that describe its recipe, and the source of its objective for warnings.
+def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tuple[config.Config, list[str], Any]:
+    """Return the config of a run, the lines that describe its recipe, and the recipe or None.
 
     The start is the config of the resumed run, or the defaults. Recipe, file and command line override it in this
     order.
@@ -131,10 +134,9 @@ def _config(options: argparse.Namespace, overrides: list[tuple[str, Any]]) -> tu
     start = api.resumed_config(options.out, options.resume)
     recipe = args.recipe_from_flags(options)
     if recipe is None:
-        return config.load(options.config, overrides, start=start), [], ""
+        return config.load(options.config, overrides, start=start), [], None
     run_config, overridden = recipe.resolve(options.config, overrides, start=start)
-    source = recipe.source if api.objective_of(run_config) == recipe.objective else ""
-    return run_config, args.lines(options, recipe, overridden), source
+    return run_config, args.lines(options, recipe, overridden, run_config.train.groups_per_step), recipe
 
 
 def _dry_run(
@@ -144,7 +146,7 @@ def _dry_run(
     model: Path,
     account: IngestSummary | None,
     ranks: int,
-    objective_source: str,
+    recipe: Any,
 ) -> int:
     """Print what a run would do: steps, rows and their fill, memory and time. With `account`, print one JSON object."""
     from tracegrad.trainer.steps import TrainingData
@@ -165,12 +167,12 @@ def _dry_run(
         lines, numbers = _forecast(model, chosen, feed, ranks)
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
         estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
-        estimate["warnings"] = feed.warnings(objective_source)
+        estimate["warnings"] = feed.warnings(recipe)
         inputs = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
         print_json({"would": estimate, **inputs})
         return 0
     print_lines(
-        *(f"warning  {warning}" for warning in feed.warnings(objective_source)),
+        *(f"warning  {warning}" for warning in feed.warnings(recipe)),
         *(f"note     {note}" for note in feed.notes),
         f"dry run  {plan.total:,} optimizer steps, {plan.steps_per_epoch:,} per epoch, on {int(feed.trained.sum()):,} "
         f"traces; {int(feed.held_out.sum()):,} held out for the off-policy estimate",
@@ -213,7 +215,7 @@ def _learn(
     data: Any,
     summary: IngestSummary,
     watch: Stopwatch,
-    objective_source: str,
+    recipe: Any,
 ) -> int:
     title = Path(redact(options.traces[0]).rstrip("/")).name
     result = api.train_aligned(
@@ -227,7 +229,7 @@ def _learn(
         title=title,
         log=printer_for(options),
         watch=watch,
-        objective_source=objective_source,
+        recipe=recipe,
     )
     if options.json:
         places = _outputs(options.out, result)

@@ -95,16 +95,24 @@ def lines(provenance: dict[str, Any]) -> list[str]:
     """Format a provenance as comment lines of a config."""
     traces = [f"# traces {each['path']} sha256 {each['sha256']}" for each in provenance["traces"]]
     model = f"# model {provenance['model']['path']} sha256 {provenance['model']['sha256']}"
-    return [*traces, model, f"# tracegrad {provenance['version']}, commit {provenance['commit']}"]
+    commit = f", commit {provenance['commit']}" if provenance["commit"] else ""
+    return [*traces, model, f"# tracegrad {provenance['version']}{commit}"]
 
 
-def write_header(path: Path, made_of: dict[str, Any]) -> None:
-    """Insert the provenance at the top of a config file, unless a comment before the first option already has it."""
+def write_header(path: Path, made_of: dict[str, Any], more: Sequence[str] = ()) -> None:
+    """Insert the provenance at the top of a config file, unless a comment before the first option already has it.
+
+    Args:
+        path: the file.
+        made_of: the provenance.
+        more: further lines of the comment.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:
         return
-    head = "\n".join(lines(made_of)) + "\n\n"
+    more_lines = (f"# {line}" for text in more for line in text.splitlines())
+    head = "\n".join([*lines(made_of), *more_lines]) + "\n\n"
     comments = itertools.takewhile(lambda line: not line or line.startswith("#"), map(str.strip, text.splitlines()))
     if "# made of" not in comments:
         write_bytes(path, [("# made of\n" + head + text).encode("utf-8", "backslashreplace")])

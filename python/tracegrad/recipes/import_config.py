@@ -15,6 +15,7 @@ from tracegrad.objective.serialize import to_source
 from tracegrad.recipes.recipe import Options, Recipe, unsupported_message
 
 _MOST, _DEEPEST = 2_000, 12
+NO_EFFECT = "no effect with the other options"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Peer:
         correction: the setting, as in a YAML file, with which the loss uses recorded logprobs.
         truncation: the options that truncate what rollouts sample: their counterpart in `[rollout]`, and the peer's
             default, then other values that mean that it is not set.
+        instead: the option or flag of a run that replaces an ignored option, by the option's name or pattern.
+        batch: options of the size of a step.
+        describe_batch: describes the size of a step from the values of `batch` that are set.
+        temperature: the option with the sampling temperature, or empty.
     """
 
     name: str
@@ -66,6 +71,10 @@ class Peer:
     correction: str
     warnings: Mapping[str, tuple[tuple[Any, ...], str]] = field(default_factory=dict)
     truncation: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    instead: Mapping[str, str] = field(default_factory=dict)
+    batch: tuple[str, ...] = ()
+    describe_batch: Callable[[Mapping[str, Any]], str] = lambda values: ""
+    temperature: str = ""
 
     def cases(self) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """Yield (option, value, other options to set) for each value of each option except its default."""
@@ -148,26 +157,38 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
     refused: list[str] = []
     unmet: list[str] = []
     ignored: list[tuple[str, str]] = []
+    replaced: list[tuple[str, str]] = []
+    defaults: list[str] = []
+    batch: dict[str, Any] = {}
     truncation: dict[str, Any] = {}
+    known = [*peer.options, *peer.unsupported]
     for name, value in config.items():
         raw = value.value if isinstance(value, enum.Enum) else value
         if name in peer.truncation and _truncates(peer, name, raw, truncation):
             continue
         warning = _warning(peer, name, raw)
         is_ignored = name not in peer.unsupported and any(fnmatchcase(name, each) for each in peer.ignored.split())
-        if warning or ((is_ignored or name in peer.truncation) and name not in peer.options):
+        instead = next((here for pattern, here in peer.instead.items() if fnmatchcase(name, pattern)), "")
+        if name in peer.batch and isinstance(raw, int) and raw > 0:
+            batch[name] = raw
+        elif instead and not warning:
+            replaced.append((name, instead))
+        elif warning or ((is_ignored or name in peer.truncation) and name not in peer.options):
             ignored.append((name, warning))
         if name in peer.options:
             values[name] = _convert(peer, name, raw, peer.options[name])
+            defaults += [name] if values[name] == peer.options[name][0] and name not in batch else []
         elif name in peer.unsupported:
             counterpart = peer.unsupported[name]
-            if raw not in counterpart.harmless:
+            if raw in counterpart.harmless:
+                defaults.append(name)
+            else:
                 (unmet if counterpart.run_only else refused).append(
                     _refusal_message(name, raw, counterpart.why, counterpart.fix)
                 )
         elif not is_ignored and name not in peer.truncation:
-            fix = nearest(str(name)[:80], [*peer.options, *peer.unsupported])
-            fix = fix if fix.startswith("Did") else "remove it if it does not change the method"
+            fix, hint = "remove it if it does not change the method", nearest(str(name)[:80], known)
+            fix = f"{hint} If not, {fix}" if hint.startswith("Did") else fix
             refused.append(_refusal_message(str(name), raw, f"{peer.name} {peer.version} has no such option", fix))
     recipe = peer.recipe(values, [*refused, *unmet] if refused else ())
     return replace(
@@ -176,12 +197,20 @@ def read(peer: Peer, config: Mapping[str, Any]) -> Recipe:
         imported_options=(*_effects(peer, values, recipe), *_truncation_effects(peer, truncation)),
         unsupported=(*unmet, *recipe.unsupported),
         ignored_options=tuple(ignored),
+        set_elsewhere=tuple(replaced),
+        default_options=tuple(defaults),
+        batch=peer.describe_batch(batch) if batch else "",
+        temperature=_temperature(config.get(peer.temperature)),
         source=peer.name,
     )
 
 
 LISTED_IDS = 64
 """Number of ids that servers list with each token for an imported config with top_p or min_p, but without top_k."""
+
+
+def _temperature(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _truncates(peer: Peer, name: str, value: Any, truncation: dict[str, Any]) -> bool:
@@ -288,14 +317,15 @@ def _effects(peer: Peer, values: Mapping[str, Any], complete: Recipe) -> list[tu
             continue
         try:
             without = peer.recipe({other: values[other] for other in values if other != name})
-            effect = changes(without, complete) or "no effect with the other options"
+            effect = changes(without, complete) or NO_EFFECT
             if without.unsupported != complete.unsupported:
                 effect = (
                     "required by the others" if {*without.unsupported} - {*complete.unsupported} else "refused by a run"
                 )
         except ArgumentError:
             effect = "required by the others"
-        effects.append((f"{name} = {value}", effect))
+        if effect != NO_EFFECT or name not in peer.batch:
+            effects.append((f"{name} = {value}", effect))
     return effects
 
 

@@ -35,6 +35,10 @@ class Recipe:
             error for them. They do not affect the objective.
         ignored_options: for an imported config, its options that have no effect here: name and warning. The warning is
             empty for an option that only affects how the other trainer runs.
+        set_elsewhere: for an imported config, its options that a run sets in another way: name, and the option or flag.
+        default_options: for an imported config, its options that have the other trainer's default.
+        batch: for an imported config, the size of its steps. A run has `train.groups_per_step`.
+        temperature: for an imported config, its sampling temperature. A run uses the recorded one.
         source: where it comes from, for messages: the name of a recipe, "trl" for a config of TRL, or "trl:FILE".
 
     Raises:
@@ -60,6 +64,10 @@ class Recipe:
     differences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     unsupported: tuple[str, ...] = field(default=(), compare=False)
     ignored_options: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    set_elsewhere: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    default_options: tuple[str, ...] = field(default=(), compare=False)
+    batch: str = field(default="", compare=False)
+    temperature: float | None = field(default=None, compare=False)
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -131,16 +139,27 @@ class Recipe:
         ]
         return chosen, tuple(otherwise)
 
-    def __str__(self) -> str:
-        lines = [
-            str(self.objective),
-            *(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in (*self.options, *self.rollout)),
-        ]
+    @property
+    def import_notes(self) -> list[str]:
+        """Lines about an imported config: the effect of each option, ignored options and intended differences."""
         width = max((len(name) for name, _ in self.imported_options), default=0)
-        lines += [f"# {name:<{width}} is {equivalent}" for name, equivalent in self.imported_options]
-        lines += [f"# ignored {name}: {warning}" for name, warning in self.ignored_options if warning]
-        lines += [f"# differs on purpose, {name}: {description}" for name, description in self.differences]
-        return "\n".join([*lines, *(f"# refused by a run: {option}" for option in self.unsupported)])
+        lines = [f"{name:<{width}} is {equivalent}" for name, equivalent in self.imported_options]
+        lines += (
+            [f"default, as in the other trainer: {', '.join(self.default_options)}"] if self.default_options else []
+        )
+        lines += [f"size of a step in the config: {self.batch}"] if self.batch else []
+        lines += [f"instead of {name}: {here}" for name, here in self.set_elsewhere]
+        lines += [f"ignored {name}: {warning}" for name, warning in self.ignored_options if warning]
+        unread = [name for name, warning in self.ignored_options if not warning]
+        lines += [f"ignored, without effect here: {', '.join(unread)}"] if unread else []
+        lines += [f"differs on purpose, {name}: {description}" for name, description in self.differences]
+        return [*lines, *(f"refused by a run: {option}" for option in self.unsupported)]
+
+    def __str__(self) -> str:
+        options = (
+            f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in (*self.options, *self.rollout)
+        )
+        return "\n".join([str(self.objective), *options, *(f"# {line}" for line in self.import_notes)])
 
     def _repr_html_(self) -> str:
         return _html.text(str(self))
@@ -150,7 +169,7 @@ def unsupported_message(refused: Sequence[str]) -> str:
     """Return the message about all options that are not supported."""
     more = f"; and {len(refused) - 8} more" if len(refused) > 8 else ""
     return (
-        f"{len(refused)} of the options cannot be imported, and a run without them would be another method: "
+        f"{len(refused)} of the options cannot be imported, and a run without them may be another method: "
         f"{'; '.join(refused[:8])}{more}"
     )
 

@@ -391,4 +391,18 @@ SKYRL = Peer(
         f"generator.sampling_params.{name}": (name, (default, None))
         for name, default in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
     },
+    instead={
+        "trainer.policy.model.path": "--model",
+        "trainer.policy.model.lora.rank": "train.lora_rank",
+        "trainer.gradient_checkpointing": "train.memory_mode",
+        "generator.sampling_params.temperature": "the recorded temperature; online, rollout.temperature",
+        "data.train_data": "the path of the traces",
+        "trainer.seed": "train.seed",
+        "trainer.ckpt_path": "--out",
+        "trainer.ckpt_interval": "checkpoint.every_steps",
+        "trainer.logger": "train.report_to",
+    },
+    batch=("trainer.policy_mini_batch_size",),
+    describe_batch=lambda values: f"{values['trainer.policy_mini_batch_size']:,} prompts",
+    temperature="generator.sampling_params.temperature",
 )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from tracegrad.config import Advantage
@@ -57,14 +58,20 @@ def from_trl(config: Any, *, rollout_logprobs: bool = False) -> Recipe:
         options["lr_scheduler_kwargs"] = json.dumps(dict(options["lr_scheduler_kwargs"]), sort_keys=True)
     if isinstance(options.get("reward_weights"), (list, tuple)):
         options["reward_weights"] = ",".join(str(weight) for weight in options["reward_weights"])
+    former = {}
     if (ratio := options.pop("warmup_ratio", None)) and not options.get("warmup_steps"):
         options["warmup_steps"] = ratio  # the name of transformers before 5.0
+        former["warmup_steps"] = "warmup_ratio"
     if options.get("scale_rewards") in (True, False):
         options["scale_rewards"] = "group" if options["scale_rewards"] else "none"
     cap = options.pop("vllm_importance_sampling_cap", None)
     if cap is not None:
         options["vllm_importance_sampling_clip_max"] = cap
-    return read(TRL, options)
+        former["vllm_importance_sampling_clip_max"] = "vllm_importance_sampling_cap"
+    recipe = read(TRL, options)
+    effects = [(name.partition(" = "), effect) for name, effect in recipe.imported_options]
+    renamed = tuple((f"{former.get(name, name)} = {value}", effect) for (name, _, value), effect in effects)
+    return replace(recipe, imported_options=renamed)
 
 
 def _build(o: PeerConfig) -> Recipe:
@@ -211,6 +218,12 @@ def _schedule(o: PeerConfig) -> Options:
     return tuple(options)
 
 
+def _describe_batch(values: Mapping[str, Any]) -> str:
+    """Return the number of completions and groups of an optimizer step; TRL's defaults are 8 and 8 generations."""
+    completions = values.get("per_device_train_batch_size", 8) * values.get("gradient_accumulation_steps", 1)
+    return f"{completions:,} completions on each device, {completions / values.get('num_generations', 8):g} groups"
+
+
 def _updates(o: PeerConfig) -> int:
     """Return the number of optimizer steps between measurements of `old`."""
     steps = o["steps_per_generation"] or o["gradient_accumulation_steps"]
@@ -316,6 +329,7 @@ TRL = Peer(
             "remove it, or pass your own optimizer to trainer.train",
             run_only=True,
         ),
+        "adafactor": UnsupportedOption((False,), "the optimizer is AdamW", "remove it", run_only=True),
         "optim_args": UnsupportedOption((None,), "the optimizer is AdamW", "optimizer.*", run_only=True),
         "optim_target_modules": UnsupportedOption(
             (None,), "a run trains all weights", "train.lora_rank", run_only=True
@@ -337,7 +351,12 @@ TRL = Peer(
         "train_sampling_strategy length_column_name ddp_* fsdp* deepspeed debug skip_memory_metrics do_* "
         "resume_from_checkpoint local_rank model_* trust_remote_code cast_lm_head_to_fp32 ds3_gather_for_generation "
         "shuffle_dataset pad_to_multiple_of num_completions_to_print dtype attn_implementation use_peft lora_* bnb_* "
-        "use_bnb_* dataset_* ignore_bias_buffers rewards reward_* tools"
+        "use_bnb_* dataset_* ignore_bias_buffers rewards reward_* tools "
+        # Options of older versions of TRL and transformers.
+        "max_prompt_length use_liger_loss wandb_log_unique_prompts overwrite_output_dir per_gpu_* no_cuda "
+        "use_mps_device jit_mode_eval use_ipex half_precision_backend tpu_* past_index group_by_length "
+        "use_legacy_prediction_loop evaluation_strategy _n_gpu mp_parameters torchdynamo ray_scope dispatch_batches "
+        "split_batches push_to_hub_*"
     ),
     correction="use_vllm: true",
     differs={
@@ -363,4 +382,28 @@ TRL = Peer(
     },
     warnings={"use_peft": ((False, None), "a run trains LoRA adapters only if train.lora_rank is set")},
     truncation={"top_p": ("top_p", (1.0, None)), "top_k": ("top_k", (0, None)), "min_p": ("min_p", (0.0, None))},
+    instead={
+        "model_name_or_path": "--model",
+        "output_dir": "--out",
+        "dataset_name": "the path of the traces",
+        "resume_from_checkpoint": "--resume",
+        "temperature": "the recorded temperature; online, rollout.temperature",
+        "seed": "train.seed",
+        "save_steps": "checkpoint.every_steps",
+        "save_total_limit": "checkpoint.keep",
+        "report_to": "train.report_to",
+        "bf16": "train.dtype",
+        "fp16": "train.dtype",
+        "dtype": "train.dtype",
+        "gradient_checkpointing": "train.memory_mode",
+        "activation_checkpointing": "train.memory_mode",
+        "torch_compile": "train.compile",
+        "lora_r": "train.lora_rank",
+        "fsdp": "parallel.mode",
+        "deepspeed": "parallel.mode",
+        "max_prompt_length": "the recorded prompts",
+    },
+    batch=("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"),
+    describe_batch=_describe_batch,
+    temperature="temperature",
 )

@@ -491,6 +491,20 @@ VERL = Peer(
     DIFFERS,
     correction="algorithm.rollout_correction.rollout_is: token",
     truncation=_TRUNCATION,
+    instead={
+        "actor_rollout_ref.model.path": "--model",
+        "actor_rollout_ref.model.lora_rank": "train.lora_rank",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "train.memory_mode",
+        "actor_rollout_ref.rollout.temperature": "the recorded temperature; online, rollout.temperature",
+        "data.train_files": "the path of the traces",
+        "data.seed": "train.seed",
+        "trainer.default_local_dir": "--out",
+        "trainer.save_freq": "checkpoint.every_steps",
+        "trainer.logger": "train.report_to",
+    },
+    batch=(f"{A}ppo_mini_batch_size",),
+    describe_batch=lambda values: f"{values[f'{A}ppo_mini_batch_size']:,} prompts",
+    temperature="actor_rollout_ref.rollout.temperature",
 )
 NAMES = tuple(f"VERL_{name}" for name in CORRECTIONS)
 

@@ -116,7 +116,7 @@ def train(
             log=log,
             watch=watch,
             title=account.source,
-            objective_source=recipe.source if recipe is not None and loss_objective == recipe.objective else "",
+            recipe=recipe,
         )
 
 
@@ -207,7 +207,7 @@ def train_aligned(
     log: Callable[[str], None],
     watch: Stopwatch,
     sinks: Sequence[Sink] | None = None,
-    objective_source: str = "",
+    recipe: recipes.Recipe | None = None,
 ) -> TrainResult:
     """Train on aligned tokens: load the model, train, and write summary.json and report.html with the given title."""
     try:
@@ -235,13 +235,16 @@ def train_aligned(
         tokenizer=model,
         resume=resume,
         sinks=sinks,
-        objective_source=objective_source,
+        recipe=recipe,
     )
     if is_first_rank():
         watch.seconds.update(result.seconds)
         origin = provenance.provenance(account.inputs, model)
-        provenance.write_header(out.path / "config.toml", origin)
+        origin_lines = [f"recipe {recipe.source}", *recipe.import_notes] if recipe is not None else []
+        provenance.write_header(out.path / "config.toml", origin, origin_lines)
         summary = {**_summary(chosen, account, result, watch.seconds), "provenance": origin}
+        if recipe is not None:
+            summary["recipe"] = {"source": recipe.source, "notes": recipe.import_notes}
         prepare.write_json(out.path / "summary.json", summary)
         with _reported(watch), watch("report"):
             tokenizer = Tokenizer.from_pretrained(model)
@@ -257,6 +260,9 @@ def train_aligned(
             about = describe_run(
                 chosen, objective, str(out) if out.address else out.path.resolve(), model=model, traces=account.source
             )
+            if recipe is not None:
+                notes = [("config of the recipe", note) for note in recipe.import_notes]
+                about = [("recipe", recipe.source), *notes, *about]
             links = [name for name in ("config.toml", "metrics.jsonl", "summary.json") if (out.path / name).is_file()]
             write_report(
                 out.path / "report.html",

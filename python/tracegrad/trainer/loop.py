@@ -24,6 +24,7 @@ from tracegrad.metrics import loggers
 from tracegrad.objective import Objective
 from tracegrad.objective.correction import Correction, proximal_alpha
 from tracegrad.packing import ModelShape, Step
+from tracegrad.recipes import Recipe
 from tracegrad.storage import files
 from tracegrad.storage.run_dir import RunDirectory
 from tracegrad.trainer import checkpoint
@@ -66,7 +67,7 @@ def train(
     reference: Any = None,
     sinks: Sequence[metrics.Sink] | None = None,
     log: Callable[[str], None] = print,
-    objective_source: str = "",
+    recipe: Recipe | None = None,
 ) -> TrainResult:
     """Train `model` in place on recorded traces.
 
@@ -89,7 +90,7 @@ def train(
             `train.ref_model`, or the starting model (without its adapters, if it has any).
         sinks: loggers in addition to metrics.jsonl; default a progress line and the dashboards of `train.report_to`.
         log: function that prints a line for the user.
-        objective_source: where the objective comes from, for warnings: `Recipe.source`, or empty.
+        recipe: the recipe that objective and config come from; only warnings read it.
 
     Raises:
         ArgumentError: if objective, data and config are incompatible, or `out` contains a run and `resume` is False.
@@ -149,7 +150,7 @@ def train(
                 lock.enter_context(trainer.run_dir.mirror.lock())
         rows = loop.start(resume)
         if ranks.first:
-            for sentence in feed.warnings(objective_source):
+            for sentence in feed.warnings(recipe):
                 log(f"warning  {sentence}")
             for sentence in [*feed.notes, *loop.opening()]:
                 log(f"note     {sentence}")

@@ -15,6 +15,7 @@ from tracegrad.data.codes import ENDINGS, LEVELS, NO_LEVEL, TRUNCATED
 from tracegrad.errors import ArgumentError
 from tracegrad.objective import Objective
 from tracegrad.packing import ModelShape, Sharing, Step, measure, nothing_to_train, pack, steps_of
+from tracegrad.recipes import Recipe
 from tracegrad.recipes.config_file import describe_unused_logprobs
 from tracegrad.trainer.advantages import compute_advantages, reward_column
 from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
@@ -488,15 +489,22 @@ class TrainingData:
         """The table of all traces."""
         return self.source.catalog
 
-    def warnings(self, source: str = "") -> list[str]:
+    def warnings(self, recipe: Recipe | None = None) -> list[str]:
         """Return warnings for the user.
 
         Args:
-            source: where the objective comes from, as `Recipe.source`.
+            recipe: the recipe that the run started from, if there is one.
         """
-        if self.objective.requirements.rollout or not self.catalog.known.any():
-            return []
-        return [describe_unused_logprobs(source)]
+        warnings = []
+        if not self.objective.requirements.rollout and self.catalog.known.any():
+            source = recipe.source if recipe is not None and recipe.objective == self.objective else ""
+            warnings.append(describe_unused_logprobs(source))
+        recorded = np.unique(self.catalog.temperature[~np.isnan(self.catalog.temperature)])
+        wanted = None if recipe is None else recipe.temperature
+        if wanted is not None and len(recorded) and not np.allclose(recorded, wanted):
+            values = f"{recorded[0]:g}" if len(recorded) == 1 else f"{recorded[0]:g} to {recorded[-1]:g}"
+            warnings.append(f"the temperature {wanted:g} of the config is not used: the traces record {values}.")
+        return warnings
 
     @cached_property
     def trained(self) -> NDArray[np.bool_]:

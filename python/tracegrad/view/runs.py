@@ -115,7 +115,7 @@ def _line(name: str, run: Path, options: Mapping[str, Any], is_selected: bool) -
     rewards = [row["reward"] for row in rows if is_online_step(row) and as_number(row.get("reward")) is not None]
     cells = [
         state_of(run),
-        recipe_of(options),
+        recipe_of(options) or _recipe_source(summary),
         str(options.get("objective.preset", "?")),
         number(last["step"]) if isinstance(last.get("step"), (int, float)) else "0",
         f"{number(rewards[0])} → {number(rewards[-1])}" if rewards else "",
@@ -144,6 +144,12 @@ def recipe_of(settings: Mapping[str, Any]) -> str:
         and changed <= recipe_options.keys()
     ]
     return max(matches, key=lambda match: match[0])[1] if matches else ""
+
+
+def _recipe_source(summary: Mapping[str, Any]) -> str:
+    """Return the imported config of a run that ended, such as "trl:grpo.yaml", or ""."""
+    recipe = summary.get("recipe")
+    return str(recipe.get("source", "")) if isinstance(recipe, dict) else ""
 
 
 @cache
