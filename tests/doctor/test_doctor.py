@@ -413,6 +413,36 @@ def test_conversations_that_end_before_an_answer_are_counted(tmp_path):
     rows = [{"messages": [*talk, *talk[:1]] if at < 2 else talk, "reward": at % 2, "group": "g"} for at in range(50)]
     assert names(diagnosed(rows, tmp_path))["unanswered"] == "NOTE"
     assert "unanswered" not in names(diagnosed(rows[2:], tmp_path))
+    call = {"id": "c", "type": "function", "function": {"name": "submit", "arguments": "{}"}}
+    work = [talk[0], {**talk[1], "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "done"}]
+    rows = [{"messages": work, "reward": at % 2, "group": "g"} for at in range(4)]
+    found = diagnosed(rows, tmp_path)
+    assert "unanswered" not in names(found), "the last call submits the work"
+    assert names(found)["unrecorded_tools"] == "COSTS", "the prompt lacks the schemas, also before text"
+    tools = [{"type": "function", "function": {"name": "submit", "parameters": {}}}]
+    assert "unrecorded_tools" not in names(diagnosed([{**row, "tools": tools} for row in rows], tmp_path))
+    assert render_lines(found)[0].startswith(
+        "wrong    4 traces, 4 turns, 0 tokens to train with logprobs, and all turns as text (--text-only) in "
+    )
+
+
+def test_the_fix_is_that_of_the_cause_and_counts_say_what_they_leave_out(tmp_path):
+    def finding(rows, name="nothing_to_train"):
+        return next(each for each in diagnosed(rows, tmp_path).findings if each.name == name)
+
+    answer = {"role": "assistant", "content": "b c", "token_ids": [7_000_000, 8_000_000], "logprobs": [-0.5, -0.5]}
+    foreign = [
+        {"messages": [{"role": "user", "content": "a"}, answer], "reward": at % 2, "group": "g"} for at in (0, 1)
+    ]
+    assert finding(foreign).fix == finding(foreign, "wrong_tokenizer").fix
+    assert finding(foreign).hits.description == "2 of 2 turns are of another tokenizer"
+    assert finding(foreign).as_dict()["fix"] == finding(foreign).fix
+    bare = [{"choices": [{"index": 0, "message": {"role": "assistant", "content": "b"}}]}] * 2
+    assert finding(bare).fix == "Record the request with each response (or prompt_token_ids)."
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": talk, "reward": reward, "group": group} for reward, group in ((1, "a"), (0, "b"), (None, "c"))]
+    assert finding(rows, "lone_traces").hits.description == "group 'a'; not counted are 1 group without a reward"
+    assert diagnosed(rows, tmp_path).rewards.endswith("; 2 groups of 1 traces with a reward (1 groups have none)")
 
 
 def test_hidden_reasoning_is_found_where_usage_tells_of_it(tmp_path):

@@ -184,7 +184,7 @@ def test_rewards_groups_temperatures_and_what_is_left_out_are_counted(tmp_path, 
     main(["doctor", str(path), str(other), "--model", str(MODEL)])
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "summary chat: 3 conversations (2 with a reward) in 2 groups, 3 calls (0 with a temperature), 2 sampled" in out
+        "summary chat: 3 conversations (2 with a reward) in 2 groups, 3 calls (0 with a temperature), 2 recorded" in out
     )
     assert "tokens (100% with ids, 50% with logprobs), 2 calls are text only" in out
     assert "left out: 1 bad records (incomplete), 1 records of langsmith without a call" in out

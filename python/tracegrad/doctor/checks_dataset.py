@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 
+from tracegrad._html import plural
 from tracegrad.advantage.outcome import group_counts
 from tracegrad.doctor.finding import Hits, Place, check
 from tracegrad.doctor.stats import DatasetStats
@@ -69,8 +70,9 @@ def bad_records(stats: DatasetStats) -> Hits:
     "traces",
     wrong=0.0,
     impact="A run on this file would not make a single step.",
-    fix="Record the request with each response (or prompt_token_ids), and logprobs with ids: logprobs=true and "
-    "return_token_ids on vLLM and SGLang.",
+    fix="It depends on the cause that is found. Without prompts, record the request with each response (or "
+    "prompt_token_ids). Without logprobs, record them with ids: logprobs=true and return_token_ids on vLLM and SGLang. "
+    "With another tokenizer, pass the server's model folder, or train on the text (--text-only).",
     hides=("mismatches", "other_prompt", "missing_stop_tokens", "no_logprobs"),
 )
 def nothing_to_train(stats: DatasetStats) -> Hits:
@@ -81,7 +83,7 @@ def nothing_to_train(stats: DatasetStats) -> Hits:
     """
     if stats.terms or not stats.traces or stats.is_text:
         return Hits(0, stats.traces)
-    return Hits(stats.traces, stats.traces, None, stats.untrained_reason())
+    return Hits(stats.traces, stats.traces, None, *stats.untrained_reason())
 
 
 @check(
@@ -140,7 +142,14 @@ def equal_rewards(stats: DatasetStats) -> Hits:
     group_id = min(counts.equal_ids, key=lambda candidate: stats.rewards.first[int(candidate)][2])
     first, name, _ = stats.rewards.first[int(group_id)]
     reward = dict(zip(counts.equal_ids, counts.equal_rewards, strict=True))[group_id]
-    return Hits(counts.equal, counts.groups, first, f"group '{name}': every reward is {reward:g}")
+    description = f"group '{name}': every reward is {reward:g}{_without_reward(stats)}"
+    return Hits(counts.equal, counts.groups, first, description)
+
+
+def _without_reward(stats: DatasetStats) -> str:
+    """Return the number of groups that a count leaves out, as the end of a description; "" if there are none."""
+    count = stats.rewards.groups_without_reward
+    return f"; not counted are {plural(count, 'group')} without a reward" if count else ""
 
 
 @check(
@@ -168,7 +177,8 @@ def lone_traces(stats: DatasetStats) -> Hits:
     first, name, _ = min(
         (stats.rewards.first[int(entry)] for entry in counts.singleton_ids), key=lambda entry: entry[2]
     )
-    return Hits(counts.singletons, counts.groups, first, f"group '{name}'" if name else "the record names no group")
+    description = f"group '{name}'" if name else "the record names no group"
+    return Hits(counts.singletons, counts.groups, first, f"{description}{_without_reward(stats)}")
 
 
 @check(
@@ -229,8 +239,8 @@ def recorded_twice(stats: DatasetStats) -> Hits:
     costs=0.0,
     impact="A guard, a judge or a writer of summaries is trained as if the policy had sampled its text. With its "
     "logprobs, the ratio compares two models.",
-    fix="Keep the records of the model that you train: select them by the name of their model. If the names are "
-    "versions of one policy, leave them.",
+    fix="Write the records of the model that you train to a file of their own: no flag selects turns by model. If the "
+    "names are versions of one policy, leave them.",
 )
 def several_models(stats: DatasetStats) -> Hits:
     """Detect turns whose response names another model than most turns do.

@@ -12,6 +12,11 @@ from tracegrad.doctor.finding import Hits, check
 from tracegrad.doctor.trace_batch import TraceBatch
 
 CUT = ("length", "max_tokens", "max_output_tokens", "MAX_TOKENS", "abort", "incomplete")
+FOREIGN = (25, 26)  # mismatches of turns whose ids or texts are of another tokenizer
+OTHER_TOKENIZER = (
+    "Pass the model folder that the server loaded as --model: same tokenizer.json, same added tokens. If you do not "
+    "have that folder, train on the text without a ratio: --objective TOPR_POSITIVE --text-only."
+)
 PLACEHOLDERS = 4  # least number of ids for which a repeated or rising id counts as a placeholder
 EXPERTS = re.compile(rb'(?<!\\)"(?:[a-z_]*routed_experts|routing_matrix)"\s*:(?!\s*(?:null|\[\]))')
 """Match a record with the routed experts of its tokens. Inside a message text the quotes would be escaped."""
@@ -26,8 +31,7 @@ SLACK, SHARE = _core.USAGE_SLACK  # tokens, and their share, that servers count 
     wrong=0.01,
     impact="An id of another vocabulary is a different token. Gradient and ratio would belong to text that was never "
     "sampled. These turns are masked.",
-    fix="Pass the model folder that the server loaded as --model: same tokenizer.json, same added tokens. If you do "
-    "not have that folder, train on the text without a ratio: --objective TOPR_POSITIVE --text-only.",
+    fix=OTHER_TOKENIZER,
     hides=("no_logprobs", "mismatches", "missing_logprobs", "other_prompt", "missing_stop_tokens"),
 )
 def wrong_tokenizer(look: TraceBatch) -> Hits:
@@ -37,7 +41,7 @@ def wrong_tokenizer(look: TraceBatch) -> Hits:
     Threshold: any turn; wrong from 1 % of turns. The right tokenizer causes a few odd turns, another tokenizer causes
     many.
     """
-    return look.mismatch_hits(25, 26)
+    return look.mismatch_hits(*FOREIGN)
 
 
 @check(

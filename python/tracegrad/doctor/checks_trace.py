@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import _core
+from tracegrad.alignment.mismatch import turn_messages
 from tracegrad.data import chat
 from tracegrad.data.trace import Trace, Traces
 from tracegrad.doctor.finding import Hits, check
@@ -125,19 +126,23 @@ def consecutive_turns(look: TraceBatch) -> Hits:
 @check(
     "tool calls without recorded tool schemas",
     costs=0.0,
-    impact="The chat template writes the tool schemas into the prompt. Without them, logprobs are computed after a "
-    "different prompt than the policy saw, so the ratio is wrong.",
+    impact="The chat template writes the tool schemas into the prompt. Without them, tokens are trained after a "
+    "different prompt than the policy saw, and a ratio is wrong.",
     fix='Record the schemas next to the messages, {"messages": [...], "tools": [...]}, or the full request, or '
-    "prompt_token_ids. tracegrad doctor --check-logprobs measures how far the logprobs are off.",
+    "prompt_token_ids. If logprobs are recorded, tracegrad doctor --check-logprobs measures how far they are off.",
 )
 def unrecorded_tools(look: TraceBatch) -> Hits:
-    """Detect turns with logprobs in traces in which a turn ended with tool calls, if neither tools nor prompt ids are
-    recorded.
+    """Detect turns in traces in which a turn ended with tool calls, if neither tools nor prompt ids are recorded. In
+    text without logprobs, a message with tool calls is such a turn.
 
     Threshold: any turn, because its prompt is not the one it was sampled from.
     """
+    rendered = look["prompt_ids"] < 0
     calls = np.isin(look.finish, ["tool_calls", "tool_use"])
-    rendered = look.has_logprobs & (look["prompt_ids"] < 0)
+    for trace in np.unique(look.trace[~look.has_logprobs & rendered]):
+        if not look.traces.core.tools(int(trace)):
+            called = [bool(message.get("tool_calls")) for message in turn_messages(look.traces.core, int(trace))]
+            calls[look.trace == trace] |= called
     bare = [trace for trace in np.unique(look.trace[calls & rendered]) if not look.traces.core.tools(int(trace))]
     return look.hits(rendered & np.isin(look.trace, bare))
 
@@ -175,7 +180,7 @@ def overlong(look: TraceBatch) -> Hits:
     wrong=1.0,
     impact="A trace without a reward has no advantage, so it is not trained. The baseline of its group is computed "
     "from fewer traces.",
-    fix="If the records store the reward, pass --map.reward PATH; likely fields are listed as `found`. Otherwise "
+    fix="If the records store the reward, pass --map.reward PATH; likely fields are printed as `guess`. Otherwise "
     "score the traces with tracegrad score.",
     hides=("equal_rewards",),
 )
@@ -226,12 +231,17 @@ def contaminated(look: TraceBatch) -> Hits:
     'messages, or write {"request": {"messages": [...]}, "response": {...}}.',
 )
 def unanswered(look: TraceBatch) -> Hits:
-    """Detect traces whose last message was not sampled although an earlier message was.
+    """Detect traces whose last message was not sampled although an earlier message was. A trace may end with the result
+    of a tool, as those of agents that submit their work by a tool do.
 
     Threshold: a note from one trace, because a limit on turns leaves such traces; costs from 5 % of traces.
     """
-    unfinished = look.traces.core.open()
+    unfinished = [row for row in look.traces.core.open() if not _ends_with_tool_result(look.traces[row])]
     return Hits(len(unfinished), len(look.traces), look.trace_at(unfinished[0]) if unfinished else None)
+
+
+def _ends_with_tool_result(trace: Trace) -> bool:
+    return chat.role(trace.messages[-1]) in ("tool", "function")
 
 
 @check(

@@ -132,6 +132,7 @@ class Diagnosis:
         next_command: the command to run next; None if there is none.
         summary: totals of what was read for each producer, and of what was left out.
         reward_columns: the columns that a reward function gets, if the command is `tracegrad score`.
+        is_text: whether no turn has logprobs and most turns have a prompt: they can be trained as text.
 
     >>> import json
     >>> from tempfile import TemporaryDirectory
@@ -158,6 +159,7 @@ class Diagnosis:
     next_command: str | None = None
     summary: ReadingSummary = field(default_factory=ReadingSummary)
     reward_columns: tuple[str, ...] = ()
+    is_text: bool = False
 
     @property
     def severity(self) -> Severity | None:
@@ -331,6 +333,7 @@ def diagnose(
         following,
         summary,
         tuple(columns),
+        stats.is_text,
     )
 
 

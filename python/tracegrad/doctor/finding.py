@@ -75,6 +75,7 @@ class Hits:
         total: how many were checked; the thresholds apply to count / of.
         first: the first place, None if there is none.
         description: description of the first hit, or of all hits.
+        fix: the fix for the cause that was found; empty if the check has one fix for all causes.
 
     >>> # The hits of two parts of a file.
     >>> hits = Hits(count=0, total=5) + Hits(count=2, total=3, first=Place("runs.jsonl", 17))
@@ -86,10 +87,11 @@ class Hits:
     total: int = 0
     first: Place | None = None
     description: str = ""
+    fix: str = ""
 
     def __add__(self, other: "Hits") -> "Hits":
         first = self if self.count else other
-        return Hits(self.count + other.count, self.total + other.total, first.first, first.description)
+        return Hits(self.count + other.count, self.total + other.total, first.first, first.description, first.fix)
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,11 @@ class Finding:
         """Share of hits among what was checked; None if nothing was counted."""
         return self.hits.count / self.hits.total if self.hits.total else None
 
+    @property
+    def fix(self) -> str:
+        """The fix for the cause that was found."""
+        return self.hits.fix or self.check.fix
+
     def as_dict(self) -> dict[str, Any]:
         """Return the entry of this finding in the `--json` output."""
         first = self.hits.first
@@ -173,7 +180,7 @@ class Finding:
             "first": None if first is None else asdict(first),
             "found": self.hits.description,
             "impact": self.check.impact,
-            "fix": self.check.fix,
+            "fix": self.fix,
         }
 
 

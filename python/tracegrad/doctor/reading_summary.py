@@ -65,7 +65,7 @@ class ProducerCounts:
 
     def lines(self) -> list[str]:
         """Return the counts as text for two or three lines of a terminal."""
-        tokens = f"{self.sampled_tokens:,} sampled tokens"
+        tokens = f"{self.sampled_tokens:,} recorded tokens"
         if self.sampled_tokens:
             shares = (self.with_ids, "ids"), (self.with_logprobs, "logprobs")
             tokens += " (" + ", ".join(f"{count / self.sampled_tokens:.0%} with {what}" for count, what in shares) + ")"

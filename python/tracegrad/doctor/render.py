@@ -28,7 +28,8 @@ def render_lines(diagnosis: Diagnosis) -> list[str]:
     """
     source, findings = printable(diagnosis.source), diagnosis.findings
     counts = f"{diagnosis.traces:,} traces, {diagnosis.turns:,} turns, {diagnosis.trained_tokens:,} tokens to train"
-    summary = f"{counts} in {source}"
+    as_text = " with logprobs, and all turns as text (--text-only)" * diagnosis.is_text
+    summary = f"{counts}{as_text} in {source}"
     rewards = [f"         {diagnosis.rewards}"] if diagnosis.rewards else []
     notes = [*diagnosis.mapping_notes, *diagnosis.summary.lines()]
     if diagnosis.severity is None:
@@ -85,7 +86,7 @@ def _finding_lines(finding: Finding) -> list[str]:
         out.append(f"  first  {printable(str(hits.first))}")
     if hits.description:
         out += _row("found", printable(hits.description))
-    return [*out, *_row("impact", finding.check.impact), *_row("fix", finding.check.fix)]
+    return [*out, *_row("impact", finding.check.impact), *_row("fix", finding.fix)]
 
 
 def _advice_lines(diagnosis: Diagnosis) -> list[str]:

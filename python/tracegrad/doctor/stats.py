@@ -17,6 +17,7 @@ from tracegrad.data import chat
 from tracegrad.data.field_map import distinct_rewards, parse_record
 from tracegrad.data.trace import Line, ReadReport, Trace, Traces, format_location
 from tracegrad.doctor.checks_logprobs import Zeros, top_logprobs_lag
+from tracegrad.doctor.checks_tokens import FOREIGN, OTHER_TOKENIZER
 from tracegrad.doctor.finding import Hits, Place
 from tracegrad.doctor.trace_batch import Array, TraceBatch, unknown_kind
 
@@ -237,10 +238,17 @@ class Rewards:
         valid, sizes = rewards[known], np.unique(np.concatenate(self.group)[known], return_counts=True)[1]
         smallest, largest = int(sizes.min()), int(sizes.max())
         lacking = f", {np.sum(~known):,} traces have none" * (not known.all())
+        others = f" with a reward ({left_out:,} groups have none)" if (left_out := self.groups_without_reward) else ""
         return (
             f"rewards {valid.min():g} to {valid.max():g}, mean {valid.mean():.3g}{lacking}; {len(sizes):,} groups of "
-            f"{smallest:,}{f' to {largest:,}' * (smallest < largest)} traces"
+            f"{smallest:,}{f' to {largest:,}' * (smallest < largest)} traces{others}"
         )
+
+    @property
+    def groups_without_reward(self) -> int:
+        """Number of groups none of whose traces has a reward. Counts of groups leave them out."""
+        groups, rewards = np.concatenate(self.group), np.concatenate(self.reward)
+        return len(np.unique(groups)) - len(np.unique(groups[~np.isnan(rewards)]))
 
 
 @dataclass
@@ -395,6 +403,7 @@ class DatasetStats:
             with an exact id and logprob, tokens with a filled logprob, tokens that would be trained.
         longest_branch: tokens of the longest branch.
         unaligned, first_error: number of traces that could not be aligned, and the first reason.
+        foreign: number of turns with ids or texts of another tokenizer.
         grouped_traces: number of traces whose record, or the field map, names their group.
         headless: turns in which only the first logprob is missing.
         without_prompt, without_logprobs, without_ids: turns without a prompt, turns without logprobs, and turns without
@@ -416,6 +425,7 @@ class DatasetStats:
     unaligned: int = 0
     first_error: str | None = None
     grouped_traces: int = 0
+    foreign: int = 0
     copies: Duplicates = field(default_factory=Duplicates)
     models: Models = field(default_factory=Models)
     rewards: Rewards = field(default_factory=Rewards)
@@ -441,6 +451,7 @@ class DatasetStats:
         report = look.sequences.alignment_report
         self.traces += len(look.traces)
         self.turns += look.generations
+        self.foreign += len(look.mismatches(*FOREIGN))
         self.grouped_traces += sum(look.traces.core.group(row) is not None for row in range(len(look.traces)))
         self.recorded += report.recorded
         self.exact += report.exact
@@ -470,12 +481,16 @@ class DatasetStats:
         """Whether no turn has logprobs and at least half of the turns have a prompt."""
         return bool(self.turns) and self.without_logprobs == self.turns and self.without_prompt * 2 <= self.turns
 
-    def untrained_reason(self) -> str:
-        """Return why no token is trained: the first reason that holds for most turns."""
+    def untrained_reason(self) -> tuple[str, str]:
+        """Return why no token is trained, the first reason that holds for most turns, and its fix."""
         if not self.turns:
-            return "no assistant message was sampled"
+            return "no assistant message was sampled", "Record the answers of the model, not marked as unsampled."
         if self.without_prompt * 2 > self.turns:
-            return "the prompts were not recorded: record the request or prompt_token_ids"
+            reason = "the prompts were not recorded: record the request or prompt_token_ids"
+            return reason, "Record the request with each response (or prompt_token_ids)."
         if self.without_logprobs * 2 > self.turns:
-            return "the turns have no logprobs: they are text"
-        return self.first_error or "the causes in the other findings mask every token"
+            fix = "Record logprobs with ids: logprobs=true, and return_token_ids on vLLM and SGLang."
+            return "the turns have no logprobs: they are text", fix
+        if self.foreign * 2 > self.turns:
+            return f"{self.foreign:,} of {self.turns:,} turns are of another tokenizer", OTHER_TOKENIZER
+        return self.first_error or "the causes in the other findings mask every token", "Fix the other findings first."

@@ -142,7 +142,7 @@ def _check_singletons(
     )
     raise ArgumentError(
         f"TG-TRAIN-006: trace '{first}' is the only trace of its group; {counts.singletons:,} of {counts.groups:,} "
-        f"groups have a single trace. A baseline needs at least two traces. {advice}"
+        f"groups that have a reward and are not held out have a single trace. A baseline needs at least two. {advice}"
     )
 
 
