@@ -25,9 +25,11 @@ from tracegrad.online.buffer import GroupWriter
 from tracegrad.receive.folder import FolderLimits, Span, TraceFolder
 from tracegrad.storage import manifest
 from tracegrad.storage.run_dir import RunDirectory
+from tracegrad.trainer.token_log import FLOATS, StepTokens, step_name, write_step
 from tracegrad.view import Viewer, database, pieces, runs, searcher, select_rows
 from tracegrad.view.app import application
 from tracegrad.view.export import page_of
+from tracegrad.view.features import Titles, sampled_tokens
 from tracegrad.view.runs import page, state_of
 from tracegrad.view.search import find, literals
 from view_pages import (
@@ -202,6 +204,68 @@ def test_with_a_model_levels_mismatches_and_tokens_are_those_of_align(tmp_path):
         assert found["tokens"].count("data-t=") == int((tg.align(traces[3], _tokenizer()).source == 2).sum())
         exec(found["python_token"].replace("987654321", "195"), told := {})
         assert told["trace"].id == found["id"]
+
+
+def test_length_and_advantage_are_those_of_the_model_and_of_the_run(tmp_path):
+    """Of text the record has no length. A run has its own advantages, such as those of a baseline over the batch."""
+    text, listed = record(1, id="text", reward=1), record(2, id="listed", reward=0, group="g0")
+    del text["messages"][-1]["generation"]
+    source = written(tmp_path / "t.jsonl", [text, listed])
+    sequences = tg.align(tg.read(source), _tokenizer(), text_only=True)
+    lengths = np.bincount(sequences.trace[np.searchsorted(sequences.cu_seqlens, sequences.terms, "right") - 1])
+
+    def shown(*paths, model=None):
+        with Viewer([source, *paths], tmp_path / "index", model) as opened:
+            columns = whole(opened).columns()
+            return *(columns[name].tolist() for name in ("length", "advantage")), pieces.trace(opened, 0)["facts"]
+
+    length, advantage, facts = shown()
+    np.testing.assert_equal(length, [np.nan, 2])
+    assert advantage == [0.5, -0.5]
+    assert "<dt>recorded tokens</dt><dd>none</dd>" in facts
+    assert "<dt>logprobs</dt><dd>none</dd>" in facts
+    length, _, facts = shown(model=MODEL)
+    assert length == lengths.tolist()
+    assert f"<dt>length</dt><dd>{lengths[0]}</dd>" in facts
+    run = tmp_path / "run"
+    (run / "terms").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("")
+    sequences.save(run / "terms" / "tokens-00001")
+    first = sequences.terms[:1]
+    values = {name: np.full(1, 0.16, np.float32) for name in FLOATS}
+    place = first, np.zeros(1, np.int32), np.zeros(1, np.uint8)
+    write_step(run / "terms" / step_name(1, rank=0), StepTokens(1, "tokens-00001", ("trained",), *place, values))
+    length, advantage, _ = shown(run)
+    assert length == lengths.tolist()
+    np.testing.assert_equal(advantage, [np.float32(0.16), np.nan])
+
+
+def test_a_turn_that_later_branches_repeat_counts_once():
+    # Two branches of one trace: turn 0 of 2 tokens is in both, turn 1 of 1 token in the second. Another trace has 1.
+    sampled = np.array([0, 1, 1, 0, 1, 1, 0, 1, 0, 1], bool)
+    turn = np.array([-1, 0, 0, -1, 0, 0, -1, 1, -1, 0], np.int32)
+    sequences = tg.Sequences.from_arrays(
+        np.arange(10), [0, 3, 8, 10], np.where(sampled, -0.5, np.nan), sampled, trace=[0, 0, 1], turn=turn
+    )
+    assert sampled_tokens(sequences).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("batches", "titles"),
+    [
+        ([[["4+4?", "And 6+6?"], ["1+1?"]]], ["4+4?", "1+1?"]),
+        ([[["same", "then a"], ["same", "then b"], ["same"]]], ["then a", "then b", "same"]),
+        ([[["same", "same"], ["same", "same"], []]], ["same", "same", ""]),
+        ([[["x" * 50 + " a"], ["x" * 50 + " b"]]], ["… a", "… b"]),
+        ([[["x" * 38 + " a"], ["x" * 38 + " b"]]], ["x" * 38 + " a", "x" * 38 + " b"]),
+        ([[["x" * 70000]], [["x" * 70000]]], ["x" * 160] * 2),
+        # What came before counts: of the first alone nothing differs.
+        ([[["x" * 50 + " a"]], [["x" * 50 + " b"]]], ["x" * 50 + " a", "… b"]),
+    ],
+)
+def test_a_title_is_the_first_user_message_that_differs(batches, titles):
+    made = Titles()
+    assert [title for batch in batches for title in made.of(batch)] == titles
 
 
 def _tokenizer():

@@ -156,7 +156,7 @@ def test_the_list_is_sorted_filtered_and_searched(page, url):
     says(page, "2,561 traces")
     page.click("[data-sort=length]")
     first = page.locator(".row").first.locator(".n").nth(2).inner_text()
-    assert first == "104"
+    assert first == "201"  # the text of the hostile answer in the model's tokens
     page.click("[data-sort=length]")
     assert page.locator("[data-sort=length]").inner_text() == "length ↑"
     page.click("#filters summary")

@@ -25,7 +25,8 @@ def add_to(commands: Any) -> None:
         "receive",
         "store the OpenTelemetry traces that your agents send, as a folder of traces",
         _receive,
-        more="Needs pip install 'tracegrad[receive]'. Set the agent's OTEL_EXPORTER_OTLP_ENDPOINT to the printed URL. "
+        more="Needs the extra `receive`: pip install '.[receive]' in the repository. "
+        "Set the agent's OTEL_EXPORTER_OTLP_ENDPOINT to the printed URL. "
         "A trace is written once it is whole. The folder can be read at any time, and a killed receiver loses nothing "
         "that it has acknowledged.",
         examples=(
@@ -67,7 +68,8 @@ def add_to(commands: Any) -> None:
         "pull",
         "fetch the traces of a Phoenix project or an MLflow experiment, as a folder of traces",
         _pull,
-        more="Needs pip install 'tracegrad[phoenix]' or 'tracegrad[mlflow]'. A later pull into the same folder fetches "
+        more="Needs the extra `phoenix` or `mlflow`: pip install '.[phoenix]' in the repository. "
+        "A later pull into the same folder fetches "
         "only new and changed traces. A changed trace replaces the older one. Scores come along.",
         examples=(
             "phoenix http://127.0.0.1:6006 --project shop --out pulled",

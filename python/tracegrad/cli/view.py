@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad import config
+from tracegrad._html import plural
 from tracegrad.cli.args import MODEL_HELP, add_json_flag, folder_of, print_json, print_lines, verb
 from tracegrad.errors import ArgumentError
 from tracegrad.storage import cache
@@ -18,7 +19,7 @@ def add_to(commands: Any) -> None:
         "view",
         "browse traces, prepared shards and runs on a local web page",
         _view,
-        more="Needs pip install 'tracegrad[view]'.",
+        more="Needs the extra `view`: pip install '.[view]' in the repository.",
         examples=(
             "logs/ --model Qwen/Qwen3-0.6B",
             "traces.jsonl runs/first --export worst.html --where 'reward<0.5' --limit 50",
@@ -78,7 +79,7 @@ def _view(options: argparse.Namespace, overrides: list[tuple[str, Any]], argumen
             print_json({"file": str(options.export), **counts, "problems": list(session.indexer.problems)})
             return 0
         print_lines(*(f"note     {problem}" for problem in session.indexer.problems))
-        print_lines(f"written  {options.export}: {len(rows):,} of {session.rows:,} traces, {size / 1e6:.1f} MB")
+        print_lines(f"written  {options.export}: {len(rows):,} of {plural(session.rows, 'trace')}, {size / 1e6:.1f} MB")
     return 0
 
 

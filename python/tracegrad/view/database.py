@@ -32,7 +32,7 @@ COLUMNS = (
 )
 """Numbers of a trace, NaN if unknown. `group` and `source` are codes."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the tables. An index of another version is not used."""
 _SCHEMA = """
     CREATE TABLE property(name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
     Args:
         id, group: names.
-        head: beginning of its last user message, for the list.
+        head: its title in the list, as `features.Titles` makes it.
         place: its index in its source.
         text: the text of all its messages.
         numbers: values in the order of `COLUMNS`.

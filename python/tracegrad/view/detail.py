@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tracegrad._html import escape, number, percent
+from tracegrad._html import escape, number, percent, plural
 from tracegrad.alignment.align import align
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.alignment.tokenizer import Tokenizer
@@ -86,14 +86,18 @@ def _title(text: str) -> str:
 def of_trace(trace: Trace) -> list[tuple[str, object]]:
     """Return facts of a trace from its record."""
     rewards = ", ".join(f"{name} {number(value)}" for name, value in list(trace.rewards.items())[:8])
-    kinds = {generation.logprob_kind for generation in trace.generations}
+    recorded = sum(turn.tokens for turn in trace.generations)
+    with_logprobs = [
+        turn for turn in trace.generations if turn.logprobs is not None or turn.filled_logprobs is not None
+    ]
+    kinds = {turn.logprob_kind for turn in with_logprobs}
     temperatures = {generation.temperature for generation in trace.generations}
     return [
         ("group", (trace.group or "none")[:120]),
         ("reward", "none" if trace.reward is None else number(trace.reward)),
         *([("rewards", rewards)] if rewards else []),
         ("turns", len(trace.generations)),
-        ("sampled tokens", f"{sum(generation.tokens for generation in trace.generations):,}"),
+        ("recorded tokens", f"{recorded:,}" if recorded else "none"),
         ("logprobs", ", ".join(sorted(kinds)) or "none"),
         *([("filled logprobs", f"{filled:,}, measured afterwards")] if (filled := _filled(trace)) else []),
         (
@@ -137,7 +141,7 @@ def messages(trace: Trace, whole: int = FOLD, drawn: Thumbnails | None = None) -
         inner = "".join(
             _message(trace.pool[message], message, None, message in sampled, whole, picture_html) for message in removed
         )
-        text = f"{len(removed)} messages of earlier turns that are no longer in the conversation"
+        text = f"{plural(len(removed), 'message')} of earlier turns, no longer in the conversation"
         out.append(f'<details class="turn"><summary>{text}</summary>{inner}</details>')
     return "".join(out)
 
@@ -188,7 +192,7 @@ def message_html(parts: list[tuple[str, str]], index: int, start: int, whole: in
         return visible_html
     return (
         f'{visible_html}<button class="more" data-message="{index}" data-start="{start + whole}">'
-        f"{remaining:,} more characters</button>"
+        f"{plural(remaining, 'more character')}</button>"
     )
 
 
@@ -202,7 +206,7 @@ def _call(name: str, arguments: str, whole: int) -> str:
         inner = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in parsed.items())
     else:
         inner = arguments
-    more = f" … {len(inner) - whole:,} more characters" if len(inner) > whole else ""
+    more = f" … {plural(len(inner) - whole, 'more character')}" if len(inner) > whole else ""
     return f'<pre class="call"><b>{escape(name[:200])}</b>({escape(inner[:whole])}{more})</pre>'
 
 
@@ -281,7 +285,7 @@ def mismatches(sequences: Sequences) -> str:
     if not rows:
         return ""
     more = len(report) - len(rows)
-    note = f"<p>{more:,} more mismatches are not shown.</p>" if more else ""
+    note = f"<p>{plural(more, 'more mismatch')} not shown.</p>" if more else ""
     return table(("mismatch", "where", "tokens", "detail"), rows, "mismatches") + note
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tracegrad import _core
+from tracegrad._html import plural
 from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data import FieldMap, stream
 from tracegrad.data.sources import Place
 from tracegrad.data.trace import Traces
 from tracegrad.errors import TracegradError, escape_terminal
 from tracegrad.view import database
-from tracegrad.view.features import Codes, rows_of
+from tracegrad.view.features import Codes, Titles, rows_of
 from tracegrad.view.inputs import Source
 from tracegrad.view.place import IndexFolder
 from tracegrad.view.tokens import TokenSets
@@ -54,7 +55,7 @@ class Indexer:
         self.path = self._place.path
         self.problems: list[str] = []
         self.aligned = tokenizer is not None
-        self._groups, self._ends, self._places = Codes(), {}, {}
+        self._groups, self._titles, self._ends, self._places = Codes(), Titles(), {}, {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="index", daemon=True)
         self._database = database.connect(self.path, write=True)
@@ -125,7 +126,7 @@ class Indexer:
         report = batches.read_report
         if report.bad:
             first = escape_terminal("; ".join(report.errors[:1]))[:300]
-            self.problems.append(f"{source.name}: {report.bad:,} bad records left out, the first: {first}")
+            self.problems.append(f"{source.name}: {plural(report.bad, 'bad record')} left out, the first: {first}")
 
     def _read_received(self, number: int, source: Source) -> None:
         """Add the lines at the ends of the files of a folder, which always end with complete lines."""
@@ -164,7 +165,7 @@ class Indexer:
 
     def _add(self, number: int, traces: Traces) -> None:
         first = self._places.get(number, 0)
-        self._store(rows_of(traces, number, first, self._groups, self._tokenizer))
+        self._store(rows_of(traces, number, first, self._groups, self._tokenizer, self._titles))
         self._places[number] = first + len(traces)
 
     def _store(self, rows: list[database.Row]) -> None:

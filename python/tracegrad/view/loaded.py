@@ -22,7 +22,7 @@ from tracegrad.view.inputs import Source, find
 from tracegrad.view.meanings import meanings
 from tracegrad.view.tokens import OF_STEPS, TokenSets
 
-NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "staleness", *OF_STEPS)
+NAMES = (*(name for name in database.COLUMNS if name != "version"), "advantage", "staleness", *OF_STEPS[:-1])
 """Columns of the page, in the order in which they are sent."""
 _MOST_DRAWN = 1000
 
@@ -74,6 +74,7 @@ class Viewer:
         self._lock = threading.RLock()
         self._columns = _Columns(-1, -1, {})
         self._names: dict[str, int] = {}
+        self._named = 0
         self._bytes: dict[int, bytes] = {}
         self._drawn: dict[bytes, tuple[str, str]] = {}
 
@@ -204,11 +205,16 @@ class Viewer:
         version = table.pop("version")
         table["staleness"] = np.nanmax(version, initial=0) - version if np.isfinite(version).any() else version
         table["advantage"] = _advantages(table["reward"], table["group"])
-        if any(token_set.source.kind == "token log" for token_set in self.sets.sets):
-            if len(self._names) < len(version):
-                rows = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (len(self._names),))
+        if self.sets.sets:
+            if self._named < len(version):
+                rows = self._database.execute("SELECT id, n FROM trace WHERE n >= ?", (self._named,))
                 self._names.update(rows)
+                self._named = len(version)
+            lengths = self.sets.lengths(self._names, len(version))
+            table["length"] = np.where(np.isnan(lengths), table["length"], lengths)
             table |= self.sets.columns(self._names, len(version))
+            trained = table["trained_advantage"]
+            table["advantage"] = trained if np.isfinite(trained).any() else table["advantage"]
         else:
             table |= {name: np.full(len(version), np.nan, np.float32) for name in OF_STEPS}
         return {name: np.asarray(table[name], np.float32) for name in NAMES}

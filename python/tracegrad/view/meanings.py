@@ -4,8 +4,11 @@ from tracegrad.data.codes import LEVEL_TEXT, MISMATCH_TEXT
 
 COLUMN_TEXT = {
     "reward": "Reward of the trace.",
-    "advantage": "Reward minus the mean reward of the group.",
-    "length": "Number of sampled tokens.",
+    "advantage": "With a run: mean advantage of the trained tokens, in the newest step. Otherwise: reward minus the "
+    "mean reward of the group.",
+    "length": "Number of sampled tokens whose ids alignment determines, with --model or a run. Otherwise as recorded, "
+    "and empty if a turn is recorded as text alone.",
+    "recorded tokens": "Number of sampled tokens that the record lists, of the model that was recorded.",
     "turns": "Number of answers of the model.",
     "messages": "Number of messages.",
     "calls": "Number of tool calls.",
@@ -20,7 +23,6 @@ COLUMN_TEXT = {
     "clipped": "Share of the trained tokens whose gradient the clip removed, in the newest step.",
     "masked": "Share of the trained tokens that a rejection or a mask removed, in the newest step.",
     "entropy": "Mean entropy of the policy at the trained tokens in nats, in the newest step.",
-    "trained_advantage": "Mean advantage of the trained tokens, in the newest step.",
 }
 """One sentence for each column of the list."""
 NOT_ALIGNABLE = "could not be aligned"

@@ -85,7 +85,7 @@ def trace(
     }
 
 
-_MORE = ("advantage", "level", "mismatches", "staleness", "gradient", "clipped", "masked")
+_MORE = ("length", "advantage", "level", "mismatches", "staleness", "gradient", "clipped", "masked")
 
 
 def _fact(name: str, value: float) -> str:

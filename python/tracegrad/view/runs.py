@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tracegrad import config, metrics, recipes
-from tracegrad._html import escape, number
+from tracegrad._html import escape, number, plural
 from tracegrad.alignment.mismatch import describe_inexact
 from tracegrad.data.codes import FILLED, LEVELS
 from tracegrad.errors import TracegradError
@@ -259,7 +259,7 @@ def _doctor(run: Path, name: str) -> str:
             finding.get("fix", ""),
         )
         rows.append("".join(f"<td>{escape(str(cell)[:500])}</td>" for cell in cells))
-    verdict = f"<p>{len(findings)} findings, the worst of them: {escape(str(diagnosis.get('verdict'))[:40])}</p>"
+    verdict = f"<p>{plural(len(findings), 'finding')}, the worst: {escape(str(diagnosis.get('verdict'))[:40])}</p>"
     return title + verdict + (detail.table(("severity", "finding", "count", "fix"), rows) if rows else "")
 
 

@@ -7,6 +7,7 @@ steps. This module has no HTML.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from tracegrad.errors import TracegradError
 from tracegrad.storage import manifest
 from tracegrad.trainer.token_log import CLIPPED, StepTokens, TokenLog, subset
 from tracegrad.view.database import Row
-from tracegrad.view.features import Codes, of_sequences
+from tracegrad.view.features import Codes, of_sequences, sampled_tokens
 from tracegrad.view.inputs import Source
 
 OF_STEPS = ("gradient", "ratio", "weight", "clipped", "masked", "entropy", "trained_advantage")
@@ -38,6 +39,11 @@ class TokenSet:
     sequences: Sequences
     name: str = ""
     row: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.float64]:
+        """Return [R] the number of sampled tokens of each trace."""
+        return sampled_tokens(self.sequences)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,15 @@ class TokenSets:
                     out[:, n] = values
         return dict(zip(OF_STEPS, out, strict=True))
 
+    def lengths(self, names: dict[str, int], rows: int) -> NDArray[np.float32]:
+        """Return [rows] the number of sampled tokens of traces in token sets, NaN for others; the newest set counts."""
+        out = np.full(rows, math.nan, np.float32)
+        for tokens in list(self.sets):
+            for trace_id, row in tokens.row.items():
+                if (n := names.get(trace_id, rows)) < rows:
+                    out[n] = tokens.lengths[row]
+        return out
+
     def _new(self, source: Source) -> list[tuple[Path, str]]:
         if source.kind == "shards":
             folder_manifest = manifest.read(source.path)
@@ -154,7 +169,7 @@ class TokenSets:
 
     def _rows(self, tokens: TokenSet, number: int, wanted: list[int], groups: Codes) -> list[Row]:
         part, _ = subset(tokens.sequences, wanted)
-        levels, reasons = of_sequences(part)
+        (levels, reasons), lengths = of_sequences(part), sampled_tokens(part)
         out = []
         for row, place in enumerate(wanted):
             first, last = np.searchsorted(part.trace, [row, row + 1])
@@ -166,7 +181,7 @@ class TokenSets:
             valid_versions = version[version >= 0]
             numbers = (
                 float(part.reward[row]),
-                int(part.trainable[span].sum()),
+                float(lengths[row]),
                 int(part.cu_turns[row + 1] - part.cu_turns[row]),
                 math.nan,
                 math.nan,

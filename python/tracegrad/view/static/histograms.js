@@ -7,6 +7,7 @@
 
   function shown(value) {
     if (Number.isInteger(value)) return value.toLocaleString("en");
+    if (Math.abs(value) < 0.001) return value.toExponential(1);
     return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(3));
   }
 
@@ -50,7 +51,7 @@
         for (const [key, value] of Object.entries({x: bin * 10, y, width: 9, height: tall, class: kind})) rect.setAttribute(key, value);
         bar.append(rect);
       }
-      const label = `${name} ${shown(from)} to ${shown(to)}: ${count.toLocaleString("en")} traces`;
+      const label = `${name} ${shown(from)} to ${shown(to)}: ${count.toLocaleString("en")} trace${count === 1 ? "" : "s"}`;
       bar.append(Object.assign(document.createElementNS(SVG, "title"), {textContent: label}));
       if (count) {
         bar.setAttribute("tabindex", drawing.querySelector("[tabindex]") ? "-1" : "0");

@@ -38,7 +38,7 @@
 
   function counted() {
     const all = tg.table.rows.toLocaleString("en"), count = tg.table.order.length.toLocaleString("en");
-    get("state").textContent = (count === all ? `${all} traces` : `${count} of ${all} traces`) + (state.done ? "" : ", reading …");
+    get("state").textContent = (count === all ? all : `${count} of ${all}`) + (tg.table.rows === 1 ? " trace" : " traces") + (state.done ? "" : ", reading …");
     const names = [...[...tg.filters].map(([name, [low, high]]) => `${name} ${tg.shown(low)} to ${tg.shown(high)}`), ...tg.tags.keys()];
     get("active").textContent = names.join(" · ").replaceAll("_", " ");
     get("clear").hidden = !names.length && !get("query").value;
