@@ -96,7 +96,9 @@ def test_a_request_in_two_places_counts_once_and_different_ones_are_refused():
         assert [each["content"] for each in trace.messages] == ["2+2?", "4"]
         assert (len(trace.generations), trace.generations[0].temperature) == (1, 0.5), "of the copy with more options"
     for other in ({"model": "m", "messages": [user("3+3?")]}, {**sent, "temperature": 1.0}):
-        with pytest.raises(FormatError, match=r"different messages in first\.messages and in kept\.inner\.messages"):
+        with pytest.raises(
+            FormatError, match=r"TG-DATA-043: .*different messages in first\.messages and in kept\.inner\.messages"
+        ):
             tg.read([{"first": sent, "kept": {"inner": other}, "back": response}])
 
 
