@@ -166,7 +166,7 @@ def page() -> str:
     lines = [
         "# Errors",
         "",
-        "Every error of tracegrad is a `tracegrad.errors.TracegradError`, which is a `ValueError`. Its message begins",
+        "Every error of tracegrad is a `tracegrad.TracegradError`, which is a `ValueError`. Its message begins",
         "with a code, such as `TG-READ-001`, which stays the same if the wording changes; `error.code` returns it. The",
         "message names the place, the problem, the consequence and the fix. `file`, `line`, `trace`, `turn` and",
         "`token` are attributes where they are known.",

@@ -60,13 +60,17 @@ _COMING_FROM = """# Coming from TRL, verl, SkyRL, ART or prime-rl
   `tg.online.train(model, tasks, agent=tg.rollout.verifiers("id", python=...))` runs its environments.
 
 A config decides whether the recorded logprobs are used. **A `GRPOConfig` without `use_vllm: true` does not use them**:
-TRL then assumes that its own model sampled the tokens. For recorded traces set `use_vllm: true` in the file, or
-leave the config out and use tracegrad's default, DAPO. With `use_vllm: true` you also get TRL's defaults for it: a
-mask on the product of a trace's ratios, and a ratio of 1 for missing logprobs.
-`vllm_importance_sampling_mode: token_truncate` weights each token instead.
+TRL then assumes that its own model sampled the tokens. A run prints a warning if the loss does not use them. For
+recorded traces set `use_vllm: true` in the file (in Python, `from_trl(config, rollout_logprobs=True)`), or leave the
+config out and use tracegrad's default, DAPO. With `use_vllm: true` you also get TRL's defaults for it: a mask on the
+product of a trace's ratios, and a ratio of 1 for missing logprobs. `vllm_importance_sampling_mode: token_truncate`
+weights each token instead.
 
-The size of a batch is not imported: set `--train.groups_per_step`. `--logprob-kind` says what your records contain:
-`processed` for rows of TRL and verl, `raw` for vLLM's own default.
+The size of a step is not imported, and the line `batch` compares both: set `--train.groups_per_step`.
+`--logprob-kind` says what your records contain: `processed` for rows of TRL and verl, `raw` for vLLM's own default.
+
+Try it first: add `--dry-run`, which prints the plan without training, then `--train.max_steps 2`, which trains two
+steps. The first step of a warm-up has a learning rate of 0.
 
 Missing logprobs are reported. Their tokens are masked, unless the config says otherwise. The doctor reports them
 first, and its line `next` has the `--map` flags that your logs need. Add them to the command:
@@ -86,7 +90,8 @@ under its tracegrad name. Options without a counterpart are refused by name. On 
 PEER:FILE`:
 
 ```python
-recipe = tg.recipes.from_trl({"use_vllm": True, "epsilon_high": 0.28})  # or a GRPOConfig; from_verl, from_art, ...
+options = {"epsilon_high": 0.28}  # or a GRPOConfig
+recipe = tg.recipes.from_trl(options, rollout_logprobs=True)  # from_verl, from_skyrl, from_art
 print(recipe)
 objective = recipe.objective  # for your own loop: extend.md
 ```

@@ -36,6 +36,12 @@ from tracegrad.alignment.tokenizer import Tokenizer
 from tracegrad.data import FieldMap, read, stream
 from tracegrad.data.to_otlp import write_spans
 from tracegrad.data.trace import Trace, Traces, strip_logprobs, write
+from tracegrad.errors import AlignmentError as AlignmentError
+from tracegrad.errors import ArgumentError as ArgumentError
+from tracegrad.errors import FormatError as FormatError
+from tracegrad.errors import ReadError as ReadError
+from tracegrad.errors import TemplateError as TemplateError
+from tracegrad.errors import TokenizerError as TokenizerError
 from tracegrad.errors import TracegradError
 from tracegrad.objective import presets
 from tracegrad.objective.correction import Correction, correct

@@ -173,6 +173,14 @@ def test_names_that_are_imported_on_use_are_there(name):
         package.nothing  # noqa: B018
 
 
+def test_an_error_has_the_name_that_a_traceback_prints():
+    package, errors = (importlib.import_module(name) for name in ("tracegrad", "tracegrad.errors"))
+    classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, ValueError)]
+    named = [each for each in classes if each.__module__ == "tracegrad"]
+    assert len(named) >= 7
+    assert all(getattr(package, each.__name__) is each for each in named)
+
+
 def test_importing_tracegrad_changes_nothing_and_needs_no_torch():
     code = (
         "import os, sys; before = dict(os.environ); import tracegrad, tracegrad.cli, tracegrad.packing;"
