@@ -62,6 +62,7 @@ def of_trace(name):
     return {"traceId": name, "spanId": "1", "name": "chat", "attributes": [value]}
 
 
+PART = {"id": "c", "name": "n", "input": "{}", "output": [{"text": "4"}], "text": "4"}
 EXAMPLES = {
     "failed_call": [
         {"id": "f", "req": {"messages": [USER]}, "res": {"status": 429, "body": {"error": {"message": "x"}}}},
@@ -141,6 +142,20 @@ EXAMPLES = {
     "renamed_messages": [
         {"chatHistory": [USER, SAID], "meta": {"score": 1}},
         {"state": {"values": {"talk": TALK}}, "score": 1},
+    ],
+    "message_parts": [
+        {"messages": [USER, {"role": "assistant", "content": [{**PART, "type": "tool_call"}, {**PART, "type": kind}]}]}
+        for kind in ("tool_result", "text")
+    ],
+    "message_lines": [
+        {
+            "session_file": "message_lines",
+            "lines": [
+                {**USER, "id": 1, "timestamp": 1},
+                {"role": "assistant", "content": "so\n@add(c): {}", "id": 2, "parent_id": 1, "timestamp": 2},
+                {"role": "system", "content": "4", "call_id": "c"},
+            ],
+        }
     ],
     "pydantic_ai": [{"history": HISTORY, "score": 1}, HISTORY],
     "lm_eval": [

@@ -40,6 +40,7 @@ BOTH = {
     "anthropic_talk": {"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]},
     "choices": {"request": {"messages": TALK[:1]}, "response": {"choices": CHOICES}, "scores": [1, 0]},
     "claude_code": {"session_file": "claude_code", "lines": [], **CALL},
+    "message_lines": {"session_file": "message_lines", "lines": TALK, **CALL},
     "codex": {"session_file": "codex", "lines": [], **CALL},
     "openhands": {"session_file": "openhands", "lines": [], **CALL},
     "autogen": {"type": "ToolCall", "agent_id": "a", "messages": TALK},
@@ -69,11 +70,13 @@ def test_a_record_that_the_core_would_read_too_goes_to_the_adapter_that_knows_it
 
 def test_what_the_core_never_reads_needs_no_key():
     strong = {each.name for each in registry.ADAPTERS if not each.weak}
-    assert strong - {"chunk_list"} == {name.split(" ")[0] for name in BOTH}
+    assert strong - {"chunk_list", "message_parts"} == {name.split(" ")[0] for name in BOTH}
     said = {"key": "gen_ai.output.messages", "value": {"stringValue": '[{"role": "assistant", "content": "4"}]'}}
     spans = [{"traceId": name, "attributes": [said]} for name in "ab"]
     export = [{"resourceSpans": [{"scopeSpans": [{"spans": some}]}]} for some in (spans, spans[:1])]
     assert [plain(each) for each in (*export, {"spans": spans[:1]}, {"name": "chat", **spans[0]})] == [False] * 4
+    items = [TALK[0], {"role": "assistant", "items": [PART | {"text": "4"}]}]
+    assert not plain({"messages": items})
     chunk = {"object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "4"}}]}
     assert openai.is_chunk(chunk)
     assert [plain(chunk), plain([chunk])] == [False, False]

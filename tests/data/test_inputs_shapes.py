@@ -449,9 +449,9 @@ def test_messages_as_json_text_and_parts_without_a_type_are_read(record, texts):
         assert (trace.generations[0].temperature, trace.generations[0].top_p) == (0.5, 0.75)
 
 
-def test_parts_that_are_not_text_are_no_messages():
+def test_a_call_of_the_user_is_refused():
     parts = [{"functionCall": {"name": "f", "args": {}}}]
-    with pytest.raises(FormatError, match="TG-FORMAT-044"):
+    with pytest.raises(FormatError, match="TG-DATA-043.*message 0 has a call"):
         tg.read([{"contents": [{"role": "user", "parts": parts}, {"role": "model", "parts": [{"text": "b"}]}]}])
 
 

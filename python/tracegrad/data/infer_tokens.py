@@ -209,7 +209,7 @@ class TokenColumns:
         if "logprobs" in names:
             paths = [path for path, lists in self._paths.items() if lists.are_logprobs]
             paths.sort(key=lambda path: (bool(_OTHER_MODEL.search(path)), not _LOGPROBS.search(path), path.count(".")))
-            for path in paths[:8]:
+            for path in self._distinct(paths)[:8]:
                 result += islice(self._checked("logprobs", path, self._with_logprobs(path), field_map), 1)
         if "token_ids" in names and not any("token_ids" in each.paths for each in result):
             for path in self._ids()[:MOST_CANDIDATES]:
@@ -219,6 +219,12 @@ class TokenColumns:
             for path in islice(self._temperatures, MOST_CANDIDATES):
                 result += self._checked("temperature", path, [{"temperature": path}], field_map)
         return result
+
+    def _distinct(self, paths: list[str]) -> list[str]:
+        """Return paths without those of the same lists in the records that were converted from the file's records."""
+        own = {path for path in paths if any(_collects(record, path) for _, record in self._samples)}
+        repeated = [path for path in paths if any(self._paths[path] == self._paths[other] for other in own)]
+        return [path for path in paths if path in own or path not in repeated]
 
     def sampling_is_readable(self, path: str, field_map: FieldMap) -> bool:
         """Return whether records that have a value at `path` can be read with it as that of their sampling options."""
@@ -306,6 +312,14 @@ def _has(record: Any, path: str) -> bool:
     return True
 
 
+def _collects(record: Any, path: str) -> bool:
+    try:
+        json_path.collect(record, path)
+    except json_path.Missing:
+        return False
+    return True
+
+
 def _items(record: Mapping[str, Any], key: str) -> list[Any]:
     items = record.get(key)
     return [item for item in items if isinstance(item, Mapping)] if isinstance(items, list) else []
@@ -330,12 +344,12 @@ def _is_complete(turn: Any) -> bool:
     return turn.token_ids is None or turn.logprobs is None or len(turn.token_ids) == len(turn.logprobs)
 
 
-def list_as_long_as(record: Any, lengths: Sequence[int]) -> str | None:
-    """Return the path of a list that may contain logprobs and has one of these lengths; None without one."""
+def list_as_long_as(record: Any, lengths: Sequence[int] | None) -> str | None:
+    """Return the path of a list that may contain logprobs and has one of these lengths, if they are given."""
     for path, lists in number_lists(record).items():
         for numbers in lists:
             values = _Lists()
             values.add(0, numbers)
-            if len(numbers) in lengths and values.are_logprobs:
+            if (lengths is None or len(numbers) in lengths) and values.are_logprobs:
                 return path
     return None

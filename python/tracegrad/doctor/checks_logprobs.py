@@ -301,7 +301,8 @@ def _found_list(look: TraceBatch, generation: int) -> str:
     aligned = int(look.aligned[generation])  # A stop token that is not recorded may be among them.
     lengths = {count for count in (int(look["ids"][generation]), aligned, aligned - 1) if count > 0}
     if (path := list_as_long_as(record, sorted(lengths))) is None:
-        return "the record has no logprobs"
+        has_list = list_as_long_as(record, None) is not None
+        return "no logprobs were read for the turn" if has_list else "the record has no logprobs"
     return f"no logprobs were read, but a list as long as the turn is at {path}: --map.logprobs {shlex.quote(path)}"
 
 

@@ -104,6 +104,13 @@ fn no_text(part: &Value, deepest: usize) -> Option<&str> {
     }
 }
 
+/// Returns the type of a part of a content that is neither text, a call, nor any known medium.
+pub fn unknown_part(part: &Value) -> Option<&str> {
+    let fields = part.as_object().filter(|_| !is_handle(part))?;
+    let kind = fields.get("type").and_then(Value::as_str)?;
+    Some(kind).filter(|kind| !is_text(kind) && !shows(kind, fields))
+}
+
 fn is_not_empty(value: &Value) -> bool {
     match value {
         Value::Null => false,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracegrad.data import chat
+from tracegrad.data.formats import message_parts
 
 KEYS = ("tool_use_id", "input_schema", "text")
 _ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
@@ -44,6 +45,8 @@ def convert_message(message: Any) -> list[Any]:
     content = chat.as_mapping(message).get("content")
     if not isinstance(content, list):
         return [message]
+    if message["role"] == "assistant" and any(chat.as_mapping(each).get("type") == "tool_result" for each in content):
+        return list(message_parts.convert([message]))
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for block in content:
         kinds.setdefault(str(chat.as_mapping(block).get("type")), []).append(chat.as_mapping(block))

@@ -14,7 +14,7 @@ from typing import Any
 
 from tracegrad.data import chat, json_path
 from tracegrad.data.field_map import BadValueError
-from tracegrad.data.formats import langchain, record_fields
+from tracegrad.data.formats import langchain, message_parts, prompt_prefix, record_fields
 from tracegrad.data.formats.openai import (
     ERRORS,
     REQUESTS,
@@ -93,13 +93,19 @@ def _of_talk(record: Mapping[str, Any], matches: _Matches) -> list[dict[str, Any
         matches.talks = [*itertools.compress(matches.talks, is_conversation)]
     if "messages" in record or (talk := _talk(matches)) is None:
         return None
-    key, messages = talk
-    has_request = normalize_name(key) in (*REQUESTS, *map(normalize_name, PROMPTS)) or any(
-        each is messages and parent is not record and "model" in parent for _, parent, each in matches.talks
+    key, parent, messages = talk
+    has_request = normalize_name(key) in (*REQUESTS, *map(normalize_name, PROMPTS)) or (
+        parent is not record and "model" in parent
     )
     if unread := _unread(matches, has_request=has_request):
         raise record_fields.unread_refusal(*unread)
-    return [{**_other_fields(record, {key}), "messages": [message(each) for each in messages]}]
+    parents = [record] if parent is record else [parent, record]
+    converted = prompt_prefix.with_prefix(parents, key, _converted(messages), messages)
+    return [{**_other_fields(record, {key}), "messages": converted}]
+
+
+def _converted(talk: list[Any]) -> list[dict[str, Any]]:
+    return message_parts.convert([message(each) for each in talk])
 
 
 def message(told: Any) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def message(told: Any) -> dict[str, Any]:
     if "content" not in told and "parts" in told:
         told = {**chat.without(told, "parts"), "content": chat.text_of(told["parts"])}
     fields = chat.pick(told, [key for key in told if key != "blocks"])
-    content = told.get("content", told.get("blocks"))
+    content = told.get("blocks") if told.get("content") is None else told["content"]
     return {**fields, "role": ROLES.get(fields["role"], fields["role"]), "content": langchain.text_of(content)}
 
 
@@ -138,7 +144,7 @@ def _call(matches: _Matches) -> tuple[set[str], dict[str, Any], Any] | None:
             used.add("usage")  # This counts all choices of the original response.
     else:
         return None
-    messages = [message(each) for each in talk]
+    messages = _converted(talk)
     if messages[0].get("role") != "system":
         messages = chat.with_system_prompt(chat.text_of(parent.get("system")), messages)
     return {*used, response_key}, {**_parameters(parent), "messages": messages}, response
@@ -241,13 +247,13 @@ def _path_to(value: Any, wanted: Any, depth: int = 0) -> str | None:
     return None
 
 
-def _talk(matches: _Matches) -> tuple[str, list[Any]] | None:
-    """Return the key and messages of the only conversation; None if there is not exactly one."""
-    talks = [(key, talk) for key, _, talk in matches.talks if any(_role(item) == "assistant" for item in talk)]
-    talks = [(key, talk) for key, talk in talks if not _asks(key, talk)]
+def _talk(matches: _Matches) -> tuple[str, Any, list[Any]] | None:
+    """Return the top-level key, parent and messages of the only conversation; None if there is not exactly one."""
+    talks = [each for each in matches.talks if any(_role(item) == "assistant" for item in each[2])]
+    talks = [each for each in talks if not _asks(each[0], each[2])]
     if len(talks) != 1 or matches.responses:
         return None
-    return talks[0] if all(answer == talks[0][1][-1] for _, answer, _ in matches.answers) else None
+    return talks[0] if all(answer == talks[0][2][-1] for _, answer, _ in matches.answers) else None
 
 
 def _asks(key: str, messages: list[Any]) -> bool:
@@ -358,7 +364,7 @@ def is_message(value: Any) -> bool:
         return False
     # Parts are content only if all of them are text: those of function calls have other keys.
     has_text_parts = isinstance(value.get("parts"), list) and isinstance(chat.text_of(value["parts"]), str)
-    return bool(_MESSAGE_KEYS & value.keys()) or has_text_parts
+    return bool(_MESSAGE_KEYS & value.keys()) or has_text_parts or message_parts.needs_conversion(value)
 
 
 def _role(value: Any) -> Any:

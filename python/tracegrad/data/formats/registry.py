@@ -25,11 +25,14 @@ from tracegrad.data.formats import (
     inspect_ai,
     langchain,
     langfuse,
+    message_lines,
+    message_parts,
     nemo_gym,
     ollama,
     openai,
     openai_calls,
     openhands,
+    prompt_prefix,
     prompt_response,
     pydantic_ai,
     record_fields,
@@ -95,6 +98,7 @@ ADAPTERS = (
     Adapter(claude_code.NAME, claude_code.of_session, claude_code.KEYS),
     Adapter(codex.NAME, codex.of_session, codex.KEYS),
     Adapter(openhands.NAME, openhands.of_session, session_tree.KEYS),
+    Adapter(message_lines.NAME, message_lines.of_session, session_tree.KEYS),
     Adapter(google_adk.NAME, google_adk.of_session, google_adk.KEYS),
     Adapter("autogen", autogen.of_event, autogen.EVENT_KEYS),
     Adapter("autogen", autogen.of_task_result, autogen.RESULT_KEYS),
@@ -122,6 +126,7 @@ ADAPTERS = (
     Adapter("kept_responses", openai.of_talk, ("extra",)),
     Adapter("anthropic_talk", anthropic.of_talk, anthropic.KEYS),
     Adapter("chunk_list", openai.of_list),
+    Adapter(message_parts.NAME, message_parts.of_record),
     Adapter("choices", openai_calls.of_call),
     Adapter(record_fields.FAILED, ollama.of_request, ollama.KEYS, weak=True),
     Adapter(record_fields.FAILED, openai_calls.of_error, weak=True, finds_separate_answer=True),
@@ -171,6 +176,8 @@ def convert_first_match(record: Any) -> Conversion | None:
     with record_fields.refuse_on_error("any form") as form:
         if isinstance(record, Mapping) and (parsed := chat.with_parsed_messages(record)) is not record:
             return convert_first_match(parsed) or Conversion("messages_as_text", [dict(parsed)])
+        if isinstance(record, Mapping) and (complete := prompt_prefix.complete(record)) is not record:
+            return convert_first_match(complete) or Conversion(prompt_prefix.NAME, [dict(complete)])
         standing = unused = None
         for each in ADAPTERS:
             if each.weak and standing is None:
@@ -279,7 +286,15 @@ ANSWERS = sorted(
     }
 )
 """Names of fields that may contain an answer, in lower case and without `_` and `-`."""
-_KEYS = [key.encode() for key in (*span_containers.KEYS, *(key for each in ADAPTERS for key in each.keys))]
+_KEYS = sorted(
+    {
+        key.encode()
+        for key in (*span_containers.KEYS, *prompt_prefix.KEYS, *(key for each in ADAPTERS for key in each.keys))
+    },
+    key=len,
+    reverse=True,
+)
+"""Keys of all adapters. A key comes before its own beginning: only the first that matches at a place is compared."""
 
 
 def needs_adapter(head: list[bytes], name: str) -> bool:

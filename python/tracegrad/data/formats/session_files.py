@@ -1,8 +1,9 @@
 """Find files whose lines are one session of an agent, and read each as one record.
 
-Such a file is recognized by its first lines: a transcript of Claude Code, a rollout of Codex, or events of OpenHands (a
-list, or a folder with one file for each event). The record is {"session_file": producer, "name": ..., "lines": [...]};
-`claude_code`, `codex` and `openhands` convert it. Records of this form can be passed from Python too.
+Such a file is recognized by its first lines: a transcript of Claude Code, a rollout of Codex, events of OpenHands (a
+list, or a folder with one file for each event), or messages. The record is {"session_file": producer, "name": ...,
+"lines": [...]}; `claude_code`, `codex`, `openhands` and `message_lines` convert it. Records of this form can be passed
+from Python too.
 """
 
 import json
@@ -20,8 +21,13 @@ from tracegrad.data.trace import parse_json
 from tracegrad.errors import FormatError, ReadError
 
 HEAD_BYTES = 4096
+MESSAGES = "message_lines"
+_NOT_MESSAGE = {"messages", "response", "choices", "request", "prompt", "completion", "calls", "stop_reason", "usage"}
+_CONTENT = {"content", "text", "parts", "items", "blocks", "value", "tool_calls"}
+"""Fields of a message, and fields of a record of a call or of an API's response."""
 _SIGNS = re.compile(rb'"(parentUuid|leafUuid|messageId|session_meta|llm_response_id|observation)"')
 _LINES = re.compile(rb'"(parentUuid|leafUuid)"|"type": ?"session_meta"')
+_TOKENS = re.compile(rb'"((?:[^"\\]|\\.)*)"(\s*:)?|[\[\]{}]')
 _EVENT_FILE = re.compile(r"event-(\d+)-.+\.json$")
 _HEAD_LINES = 16
 
@@ -33,7 +39,21 @@ def is_event_folder(names: list[str]) -> bool:
 
 def may_be_lines_of_a_session(head: bytes) -> bool:
     """Return whether the first bytes of a file may be lines of a session of Claude Code or Codex."""
-    return bool(_LINES.search(head))
+    return bool(_LINES.search(head)) or _may_be_message(head)
+
+
+def _may_be_message(head: bytes) -> bool:
+    """Return whether the first record of a file has a field `role`, given the first bytes."""
+    if b'"role"' not in head:
+        return False
+    depth, depth_of_record = 0, 2 if head.lstrip().startswith(b"[") else 1
+    for token in _TOKENS.finditer(head):
+        depth += {b"{": 1, b"[": 1, b"}": -1, b"]": -1}.get(token[0], 0)
+        if depth == depth_of_record and token[1] == b"role" and token[2]:
+            return True
+        if depth < depth_of_record and token[0] in (b"}", b"]"):
+            return False
+    return False
 
 
 def producer_of_file(path: str, head: bytes) -> str | None:
@@ -44,7 +64,7 @@ def producer_of_file(path: str, head: bytes) -> str | None:
         except zlib.error:
             return None
     is_zstd = head[:4] == b"\x28\xb5\x2f\xfd"
-    if not is_zstd and not _SIGNS.search(head):
+    if not is_zstd and not _SIGNS.search(head) and not _may_be_message(head):
         return None
     try:
         first = _reader(path).cut(_HEAD_LINES, 1 << 16)
@@ -63,7 +83,23 @@ def producer_of(lines: list[Any]) -> str | None:
     is_old = [isinstance(each.get("source"), str) and ("action" in each or "observation" in each) for each in fields]
     is_new = [isinstance(each.get("kind"), str) and isinstance(each.get("source"), str) for each in fields]
     are_events = all(is_old) or (all(is_new) and any(str(each["kind"]).endswith("Event") for each in fields))
-    return "openhands" if fields and all("id" in each for each in fields) and are_events else None
+    if fields and all("id" in each for each in fields) and are_events:
+        return "openhands"
+    return MESSAGES if _are_messages(lines) else None
+
+
+def _are_messages(lines: list[Any]) -> bool:
+    """Return whether the first records of a file are messages, some of them not of the assistant."""
+    records = [line for line in lines if line is not None]
+    roles = {chat.role(line) for line in records}
+    return len(records) > 1 and all(map(is_message, records)) and bool(roles - {"assistant", "model"})
+
+
+def is_message(line: Any) -> bool:
+    """Return whether a record is one message of a conversation."""
+    fields = chat.as_mapping(line)
+    is_filled = not _CONTENT.isdisjoint(fields) and _NOT_MESSAGE.isdisjoint(fields)
+    return is_filled and isinstance(fields.get("role"), str)
 
 
 def records(path: str) -> Iterator[bytes]:

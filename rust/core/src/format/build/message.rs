@@ -7,7 +7,7 @@
 //! `abort`, because alignment depends on them. Other names stay unchanged. Images that a record lists outside its
 //! messages are moved to their places in them.
 
-use super::tokens;
+use super::{tokens, unread};
 use crate::format::fields::{Fields, Sampling, get, number, present, stop_under, text};
 use crate::format::json::object::{Node, Object, TokenLists, describe};
 use crate::format::rejection::{Decoded, Reason, Rejection, not_a_trace, reject};
@@ -179,7 +179,8 @@ pub fn plain_value(role: &str, content: impl Into<Value>) -> Value {
 /// Creates the message that a template receives.
 ///
 /// Token lists were removed before. Keys of an assistant message that are null are removed, and so is an empty
-/// `tool_calls`. Complete dumps of API objects contain such keys, and templates test whether a key exists.
+/// `tool_calls`. Complete dumps of API objects contain such keys, and templates test whether a key exists. A message of
+/// the role `function` that names its call is a tool message.
 pub fn message_of(mut fields: Fields) -> Decoded<Message> {
     match get(&fields, "role") {
         Some(Value::String(_)) => {}
@@ -189,6 +190,10 @@ pub fn message_of(mut fields: Fields) -> Decoded<Message> {
         }
     }
     check_content(&fields)?;
+    unread::check(&fields)?;
+    if role(&fields) == Some("function") && present(&fields, "tool_call_id").is_some() {
+        fields.insert("role".to_owned(), "tool".into());
+    }
     let reward = number(&fields, "reward")?.map(|reward| reward as f32);
     if role(&fields) == Some("assistant") {
         say_refusal(&mut fields);

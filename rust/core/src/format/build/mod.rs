@@ -8,6 +8,7 @@ pub(super) mod extras;
 pub(super) mod history;
 pub(super) mod message;
 pub(super) mod tokens;
+mod unread;
 
 use crate::findings;
 use crate::format::fields::Fields;
