@@ -451,7 +451,7 @@ def test_messages_as_json_text_and_parts_without_a_type_are_read(record, texts):
 
 def test_a_call_of_the_user_is_refused():
     parts = [{"functionCall": {"name": "f", "args": {}}}]
-    with pytest.raises(FormatError, match="TG-DATA-043.*message 0 has a call"):
+    with pytest.raises(FormatError, match=r"TG-DATA-043.*message 0 has a call"):
         tg.read([{"contents": [{"role": "user", "parts": parts}, {"role": "model", "parts": [{"text": "b"}]}]}])
 
 

@@ -67,9 +67,10 @@ def _check_one_conversation(lines: list[Mapping[str, Any]]) -> None:
         if parent != before:
             raise _refusal("a message answers another one than that before it", why)
     first, last = (
-        next((line[key] for key in _TIMES if line.get(key) is not None), None) for line in (lines[0], lines[-1])
+        next((line[key] for key in _TIMES if isinstance(line.get(key), (str, int, float))), "")
+        for line in (lines[0], lines[-1])
     )
-    if type(first) is type(last) and isinstance(first, (str, int, float)) and last < first:
+    if type(first) is type(last) and sorted((first, last)) != [first, last]:
         raise _refusal("its last message is older than its first", why)
     start = [line for line in lines[:1] if line["role"] in ("system", "developer")]
     if any(chat.prompt_key([line]) == chat.prompt_key(start) for line in lines[1:] if start):

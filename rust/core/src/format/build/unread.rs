@@ -50,7 +50,7 @@ pub fn check(fields: &Fields) -> Decoded<()> {
     }
     let is_result_list = |key: &str, value: &Value| value.is_array() && is_filled(value) && has(RESULTS, &normal(key));
     if let Some((key, _)) = fields.iter().find(|(key, value)| is_result_list(key, value)) {
-        return Err(reject(Reason::UnknownForm, "TG-FORMAT-094", format!("it has results of tools under `{key}`"))
+        return Err(reject(Reason::UnknownForm, "TG-FORMAT-096", format!("it has results of tools under `{key}`"))
             .why("Chat templates read a result only as a message of the role `tool`")
             .fix("Write each result as a message of the role `tool`, after the message with its call"));
     }
