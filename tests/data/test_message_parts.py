@@ -88,7 +88,7 @@ def test_calls_and_results_in_an_answer_become_messages_in_their_order():
     ],
 )
 def test_a_message_with_several_readings_is_refused(message, words):
-    with pytest.raises(FormatError, match=f"message 1 .*{words}"):
+    with pytest.raises(FormatError, match=f"TG-DATA-043: .*message 1 .*{words}"):
         read(message, {"role": "assistant", "content": "4"})
 
 
@@ -119,7 +119,7 @@ def test_a_message_without_content_names_the_field_that_may_have_it(message, key
     path = tmp_path / "a.jsonl"
     good = {"messages": [ASK, {"role": "assistant", "content": "4"}]}
     path.write_text("\n".join(map(json.dumps, [*[good] * 40, {"messages": [message, *good["messages"]]}])))
-    with pytest.raises(FormatError, match=f"a.jsonl:41: .*no content; its text may be in `{key}`"):
+    with pytest.raises(FormatError, match=f"TG-FORMAT-092: .*a.jsonl:41: .*no content; its text may be in `{key}`"):
         tg.read(path)
 
 
@@ -140,9 +140,9 @@ def test_calls_under_another_key_are_moved_only_if_their_place_is_known():
     inside = read({"role": "assistant", "content": "", "actions": [{**told, "output": 4}]})
     assert [(each["role"], each["content"]) for each in inside[1:]] == [("assistant", ""), ("tool", "4")]
     for odd in (text, {**text, "actions": [{**told, "output": "4"}]}, {**text, "actions": [told, "x"]}):
-        with pytest.raises(FormatError, match="tool calls under `actions`"):
+        with pytest.raises(FormatError, match=r"TG-(DATA-043|FORMAT-094): .*tool calls under `actions`"):
             read(odd)
-    with pytest.raises(TracegradError, match="message 1 has tool calls under `toolsCalled`"):
+    with pytest.raises(TracegradError, match=r"TG-READ-006: .*message 1 has tool calls under `toolsCalled`"):
         tg.read(FILES / "deepeval.json.gz")
     schema = {"name": "add", "parameters": {"type": "object", "properties": {}}}
     assert not message_parts.needs_conversion({"role": "assistant", "content": "4", "tools": [schema]})
@@ -160,13 +160,17 @@ def test_a_prefix_next_to_the_conversation_is_in_front_of_it(key):
     assert texts(system_prompt="Be brief.") == texts(instructions="Be brief.") == texts(prefix=[system]) == whole
     assert texts(system="Be brief.", system_messages=[system]) == whole
     assert texts(examples=[ASK], instructions="2+2?") == whole[1:]
-    with pytest.raises(FormatError, match=f"messages under `few_shot` are not in the conversation under `{key}`"):
+    with pytest.raises(
+        FormatError, match=f"TG-DATA-043: .*messages under `few_shot` are not in the conversation under `{key}`"
+    ):
         texts(few_shot=[{"role": "user", "content": "1+1?"}, {"role": "user", "content": "2"}])
-    with pytest.raises(FormatError, match="messages under `system` are not those at its start"):
+    with pytest.raises(FormatError, match=r"TG-DATA-043: .*messages under `system` are not those at its start"):
         texts(system="Be long.", prefix=[system])
+    told = {"role": "assistant", "content": [CALL, RESULT, TEXT]}
+    assert len(tg.read([{"state": {"context": [ASK, told]}}])[0].messages) == 4
     talk = [system, *talk]
     assert texts(system_prompt="Be {style}.") == texts(prefix=[system]) == whole
-    with pytest.raises(FormatError, match="messages under `prefix`"):
+    with pytest.raises(FormatError, match=r"TG-DATA-043: .*messages under `prefix`"):
         texts(prefix=[{**system, "content": "Be long."}])
 
 
@@ -210,7 +214,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 def test_a_file_of_messages_that_is_not_one_conversation_is_refused(messages, words, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines_of(*messages))
-    with pytest.raises(TracegradError, match=words):
+    with pytest.raises(TracegradError, match=f"TG-(READ-006|DATA-043): .*{words}"):
         tg.read(path)
 
 
@@ -228,5 +232,5 @@ def test_other_files_are_not_read_as_messages(tmp_path):
 def test_cut_off_messages_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines_of(ASK, SAID, ASK)[:-5])
-    with pytest.raises(TracegradError, match="its last message is cut off"):
+    with pytest.raises(TracegradError, match=r"TG-(READ-006|DATA-043): .*its last message is cut off"):
         tg.read(path)

@@ -39,13 +39,16 @@ def complete(record: Mapping[str, Any]) -> Mapping[str, Any]:
     return record if longer is messages else {**record, "messages": longer}
 
 
-def with_prefix(parents: Iterable[Mapping[str, Any]], key: str, messages: list[Any]) -> list[Any]:
+def with_prefix(
+    parents: Iterable[Mapping[str, Any]], key: str, messages: list[Any], original: list[Any] | None = None
+) -> list[Any]:
     """Return the messages after the system messages that the parents store under other keys.
 
     Args:
         parents: the objects that contain the conversation.
         key: the key of the conversation in them.
         messages: the conversation.
+        original: the list in the record that was converted to it.
 
     Raises:
         BadValueError: if messages next to the conversation are not in it, and are not clearly in front of it.
@@ -56,7 +59,7 @@ def with_prefix(parents: Iterable[Mapping[str, Any]], key: str, messages: list[A
         for name, value in parent.items():
             if name in _STRINGS and isinstance(value, str) and value.strip():
                 prefixes.append((name, [{"role": "system", "content": value}]))
-            elif name != key and chat.is_messages(value) and not _OTHERS.search(name):
+            elif name != key and value is not original and chat.is_messages(value) and not _OTHERS.search(name):
                 missing = [each for each in value if chat.prompt_key([each]) not in keys]
                 if missing and not all(chat.role(each) in _SYSTEM for each in value):
                     raise _refusal(name, key, "are not in the conversation")
