@@ -280,6 +280,7 @@ def test_inexact_and_filled_tokens_are_counted_apart():
     assert count_inexact(10, 9, {"T7": {"tokens": 3}}) == (0, 1)
     sentences = "0 % of 10 recorded tokens have no exact id and logprob. The logprobs of 1 are filled: "
     assert describe_inexact(10, 9, {"T7": {"tokens": 3}}).startswith(sentences)
+    assert "trained as text" in describe_inexact(10, 0, {"T6": {"tokens": 10}})
     assert describe_inexact(10, 6, {}) == "40 % of 10 recorded tokens have no exact id and logprob."
 
 

@@ -93,7 +93,7 @@ def test_train_takes_what_prepare_has_written(example, forty, tmp_path, capsys):
     prepared = capsys.readouterr().out.splitlines()
     assert main(train(example, shards, tmp_path / "o", "--dry-run")) == 0
     said = capsys.readouterr().out
-    assert "dry run  4 optimizer steps, 2 per epoch, on 32 traces; 8 held out" in said
+    assert "dry run  4 optimizer steps, 2 per epoch, on 31 traces with 883 trained tokens; 8 held out" in said
     # Shards do not know the forms of the records they were made of.
     assert all(line in said for line in prepared[1:-2] if ": it has `" not in line)
     assert main(train(example, shards, tmp_path / "o", "--dry-run", "--allow-unknown-ids")) == 1
@@ -133,9 +133,16 @@ def test_a_run_leaves_what_it_says(example, forty, tmp_path, capsys):
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["traces"], summary["groups"], summary["seed"], summary["steps"]) == (40, 5, 0, 4)
     assert {"tokens", "levels", "alignment_report", "ope"} <= summary.keys()
-    assert {"read", "align", "train", "old", "checkpoint"} <= summary["seconds"].keys()
+    assert {"read", "align", "train", "old", "verify", "checkpoint", "report"} <= summary["seconds"].keys()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    trained = {"traces": 31, "tokens": sum(row["tokens_trained"] for row in rows[1:3])}
+    assert {name: summary["trained"][name] for name in trained} == trained
+    assert summary["held_out"] == {"traces": 8, "tokens": summary["terms"] - trained["tokens"]}
+    part = summary["trained"]["traces_with_gradient"], summary["trained"]["tokens_with_gradient"]
+    line = f"gradient from {part[0]} of 31 traces, {part[1]} of {trained['tokens']} trained tokens, in the first epoch"
+    assert line in said.out
+    assert f"from</dt><dd>{part[0]} of 31 traces, {part[1]} tokens" in (out / "report.html").read_text()
     assert "<svg" in (out / "report.html").read_text()
     assert rows[1]["trainer_rollout_logprob_diff_mean"] < 1e-4  # trainer and server agree on the recorded logprobs
     model = transformers.AutoModelForCausalLM.from_pretrained(out / "checkpoint")

@@ -193,7 +193,11 @@ def test_a_dry_run_is_one_object(tmp_path, capsys):
     command = ["train", path, "--model", str(MODEL), "--out", str(tmp_path / "o"), *told, "--data.holdout", "0"]
     assert main([*command, "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["would"]["steps"], found["would"]["trained"], found["traces"]) == (1, 4, 4)
+    assert (found["would"]["steps"], found["would"]["trained"], found["traces"]) == (
+        1,
+        {"traces": 4, "tokens": 32},
+        4,
+    )
     assert found["config"]["map.reward"] == "score"
 
 

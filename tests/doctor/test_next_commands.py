@@ -104,6 +104,8 @@ PAIRS = [number // 2 for number in range(40)]
 )
 def test_traces_are_compared_whichever_groups_are_held_out(rewards, groups, has_group, flags):
     assert comparison_flags(rewards, groups, has_group=has_group) == flags
+    without = None if flags is None else [flag for flag in flags if flag not in ALL]
+    assert comparison_flags(rewards, groups, has_group=has_group, share=0) == without  # No group is held out.
 
 
 def rows(rewards, **more):
@@ -129,7 +131,7 @@ def test_flags_that_are_suggested_decide_how_traces_are_compared(tmp_path):
     for number, row in enumerate(many):
         row["score"] = number // 4
     found = diagnose(written(tmp_path / "t.jsonl", many), MODEL)
-    assert "--advantage.baseline batch_mean --data.holdout 0" in found.next_command
+    assert found.next_command.endswith("--text-only --advantage.baseline batch_mean")
 
 
 def test_a_recorded_group_is_kept_and_said_to_be(tmp_path):

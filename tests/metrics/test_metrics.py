@@ -181,11 +181,15 @@ def test_the_live_line_keeps_the_last_value_and_ends_in_a_newline():
 def test_where_there_is_no_terminal_progress_comes_in_lines():
     pytest.importorskip("tqdm")
     stream = io.StringIO()
-    progress = metrics.Progress(2, stream=stream)
-    for step in (1, 2):
-        progress.log({**ROW, "step": step})
-    progress.close()
-    assert stream.getvalue() == "step 2/2  loss 0.5000  ope 0.400 (0.300-0.500)\n"  # within 10 s, the last alone
+    for total, printed in ((20, range(1, 21)), (21, [21])):  # within 10 s: each step of a short run, or the last alone
+        progress = metrics.Progress(total, stream=stream, clock=lambda: 0.0)
+        for step in range(total + 1):
+            progress.log({**ROW, "step": step})
+        progress.close()
+        lines = stream.getvalue().splitlines()[-len(printed) :]
+        assert [line.split("  ")[:3] for line in lines] == [
+            [f"step {step}/{total}", "loss 0.5000", "ope 0.400 (0.300-0.500)"] for step in printed
+        ]
 
 
 def test_a_line_every_ten_seconds_has_the_time_left_and_long_stages_have_lines_too():

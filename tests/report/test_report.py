@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import math
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
@@ -248,6 +249,36 @@ def test_branches_of_a_forked_trace_stand_one_after_another(tmp_path):
     assert "branch 2 of 2" in found.text
 
 
+@pytest.mark.parametrize(
+    ("advantages", "group", "sentence"),
+    [
+        ([1.0, -1.0], [0, 1], "They have advantages of both signs and come from 2 groups."),
+        ([1.0, 0.5], [0, 0], "They have positive advantages and come from 1 group."),
+        ([-1.0, 0.0], [0, 1], "They have negative advantages and come from 2 groups."),
+        ([0.0, 0.0], [0, 0], "They have advantage 0 and come from 1 group."),
+    ],
+)
+def test_the_sentence_about_the_shown_traces_is_that_of_their_advantages(tmp_path, advantages, group, sentence):
+    s = sequences([5] * 2, [True] * 2, trace=[0, 1], cu=[0, 1, 2], group=group)
+    assert sentence in page(tmp_path, s, terms([0, 1], [0.1, 0.2], advantages=advantages)).text
+    alone = page(tmp_path, s, terms([0], [0.1])).text
+    assert "The trace below has 100 % of the gradient" in alone
+    assert "They have" not in alone
+
+
+def test_the_page_counts_what_was_trained_and_what_was_not(tmp_path):
+    summary = {
+        "trained": {"traces": 3, "tokens": 9, "traces_with_gradient": 1, "tokens_with_gradient": 6},
+        "held_out": {"traces": 1, "tokens": 4},
+        "dropped": {"traces": 2, "tokens": 4871},
+        "truncated": {"traces": 0, "tokens": 0},
+    }
+    found = page(tmp_path, sequences([5, 5], [False, True]), summary=summary).text
+    assert "trained tokens9gradient from1 of 3 traces, 6 tokensheld out1 trace, 4 tokens" in found
+    assert "left out, too long2 traces, 4,871 tokens" in found
+    assert "cut, too long" not in found
+
+
 def test_the_page_has_success_and_facts(tmp_path):
     summary = {
         "before": {"success": 0.39, "ci95": [0.35, 0.43], "n": 512},
@@ -346,6 +377,8 @@ def test_an_estimate_that_was_not_made_is_unknown_with_a_reason(tmp_path):
     assert "no optimizer step has been taken" in opening(of_rows(tmp_path, [BEFORE]))
     assert "not evaluated after a step" in opening(of_rows(tmp_path, [BEFORE, {"step": 1, "loss": 0.1}]))
     assert "no group is held out (data.holdout)" in opening(of_rows(tmp_path, [{"step": 1, "loss": 0.1}]))
+    as_text = opening(of_rows(tmp_path, [{"step": 1, "loss": 0.1, "rollout_logprob_coverage": 0.0}]))
+    assert "no trained token has a recorded logprob" in as_text
     alone = page(tmp_path, sequences([5, 5], [False, True]), rows=[{"step": 1, "loss": 0.1}])
     assert "fewer than two groups" in opening(alone)
 
@@ -552,6 +585,21 @@ def test_a_curve_goes_through_its_points():
     # The plot is 46..330 wide and 154..10 high; ticks at 0, 0.5 and 1.
     assert 'points="46.0,154.0 188.0,10.0 330.0,82.0"' in drawn
     assert "step 2: 1<" in drawn
+
+
+def test_labels_of_an_axis_differ_and_a_share_of_zero_is_at_its_floor():
+    def labels(values, floor):
+        rows = [{"step": step, "x": value} for step, value in enumerate(values)]
+        drawn = chart(rows, Panel("x", ("x",), "", floor=floor))
+        return re.findall(r'<text class="y"[^>]*>([^<]*)<', drawn)
+
+    assert labels([0.11464, 0.11468], None) == ["0.11464", "0.11466", "0.11468"]
+    assert labels([0.1145, 0.114575], None) == ["0.114500", "0.114525", "0.114550", "0.114575"]
+    assert labels([12000.0, 12002.0], None) == ["12,000", "12,001", "12,002"]
+    assert labels([0.0, 0.0], 0.0)[0] == "0"
+    without_sample = [{"step": 1, "loss": 1.0, "ope_ess_fraction": 0.0, "ope_traces": 0}]
+    assert "effective sample size" not in curves(without_sample)
+    assert "effective sample size" in curves([{**without_sample[0], "ope_traces": 3}])
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "0.3", True, 1e300])

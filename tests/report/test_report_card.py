@@ -30,6 +30,16 @@ def test_the_head_names_the_library_and_a_model_of_a_hub(tmp_path):
     assert str(tmp_path) not in told
 
 
+def test_the_card_tells_whether_logprobs_were_recorded(tmp_path):
+    def first(coverages):
+        rows = [{"step": 1, "loss": 0.5, "rollout_logprob_coverage": coverage} for coverage in coverages]
+        return next(line for line in card(tmp_path, rows=rows).splitlines() if line.startswith("Trained by"))
+
+    assert first([]).endswith("from recorded trajectories.")
+    assert first([0.0, 0.0]).endswith("from recorded trajectories as text, without their logprobs.")
+    assert first([0.0, 0.5]).endswith("from recorded trajectories and their logprobs.")
+
+
 def test_options_and_figures_are_those_of_the_run(tmp_path):
     rows = [
         {"step": 0, "eval_reward": 0.25, "eval_low": 0.2, "eval_high": 0.3},
@@ -40,7 +50,9 @@ def test_options_and_figures_are_those_of_the_run(tmp_path):
     told = card(tmp_path, config=Config(train=Train(seed=7)), rows=rows, data=["3 traces"])
     assert "train.seed = 7" in told
     assert "train.epochs" not in told
-    assert [line.split("  ")[-1].strip() for line in told.splitlines() if line.startswith(("steps", "tokens"))] == [
+    assert [
+        line.split("  ")[-1].strip() for line in told.splitlines() if line.startswith(("steps", "trained tokens"))
+    ] == [
         "2",
         "1,500",
     ]

@@ -192,7 +192,7 @@ def test_the_steps_of_a_feed_are_those_of_packing_all_at_once(how):
         assert_same_step(one, other)
     lost = [step.too_long.tokens for step in wanted]
     assert any(lost) == ("pack__too_long" in how)
-    gone = np.bincount(found.group[feed.trained], feed._trained_counts[feed.trained], minlength=24) == 0
+    gone = np.bincount(found.group[feed.trained], feed._laid_out[feed.trained], minlength=24) == 0
     gone &= np.bincount(found.group[feed.trained], minlength=24) > 0
     assert gone.any() == (how.get("pack__too_long") == "drop")  # a group of which nothing is left, counted first
 

@@ -18,7 +18,7 @@ from tracegrad.data.codes import ENDINGS, TRUNCATED
 from tracegrad.errors import ArgumentError, TracegradError
 from tracegrad.objective import presets
 from tracegrad.objective.correction import Correction
-from tracegrad.trainer import StepResult
+from tracegrad.trainer import StepResult, train
 from tracegrad.trainer.step import compute_logprobs, optimizer_step
 from tracegrad.trainer.step_metrics import off_policy, tally
 from tracegrad.trainer.steps import TrainingData
@@ -116,6 +116,60 @@ def test_each_number_in_a_row_has_a_definition(traces, tmp_path):
         1, abs=1e-4
     )  # the model is the one that was recorded
     assert done.rows[-1]["kl_ref"] > 0
+
+
+def unequal():
+    """Four traces of one given token and 2, 3, 4 and 12 sampled ones; each group has a good and a bad one."""
+    lengths = [3, 4, 5, 13]
+    trainable = [token > 0 for length in lengths for token in range(length)]
+    logprobs, cu = np.where(trainable, -1.0, np.nan), np.cumsum([0, *lengths])
+    return tg.Sequences.from_arrays(
+        [5] * 25, cu, logprobs, trainable, trace=range(4), group=[0, 0, 1, 1], rewards=[1.0, 0.0, 1.0, 0.0]
+    )
+
+
+NONE = {"traces": 0, "tokens": 0}
+
+
+def test_a_run_counts_what_is_too_long_and_what_has_a_gradient(tmp_path):
+    said = []
+    config = told(pack__tokens_per_row=9, pack__too_long="drop", data__holdout=0)
+    options = {"objective": presets.TOPR_POSITIVE, "sinks": [], "log": said.append}
+    done = train(unequal(), tiny_model(), config=config, out=tmp_path, **options)
+    assert done.counts == {
+        "trained": {"traces": 3, "tokens": 9},
+        "held_out": NONE,
+        "dropped": {"traces": 1, "tokens": 12},
+        "truncated": NONE,
+    }
+    # The dropped trace counts in the mean of its group: the other one has an advantage of 0.5 and a gradient.
+    with_gradient = {"traces_with_gradient": 2, "tokens_with_gradient": 6}
+    assert done.trained == {"traces": 3, "tokens": 9, **with_gradient}  # of the first of two epochs
+    assert said[0] == "left out 1 trace, 12 trainable tokens: longer than 9 tokens"
+    cut = TrainingData.of(unequal(), presets.DAPO, told(pack__tokens_per_row=9, pack__too_long="truncate"))
+    # One of two groups is held out, with 2 + 3 tokens or 4 + 8 of 12.
+    counts, lost = cut.counts(), {"traces": 1, "tokens": 4}
+    assert counts["truncated"] == lost
+    assert sorted([counts["trained"]["tokens"], counts["held_out"]["tokens"]]) == [5, 12]
+    assert cut.lines() == ["cut      1 trace, 4 trainable tokens: longer than 9 tokens"]
+    assert (cut.longest, TrainingData.of(unequal(), presets.DAPO, told()).longest) == (9, 13)
+    dropped = TrainingData.of(unequal(), presets.DAPO, told(pack__tokens_per_row=4, pack__too_long="drop"))
+    assert {name: part["traces"] for name, part in dropped.counts().items() if name != "truncated"} in (
+        {"trained": 0, "held_out": 2, "dropped": 2},
+        {"trained": 2, "held_out": 0, "dropped": 2},
+    )
+
+
+def test_nothing_is_held_out_by_default_if_there_can_be_no_estimate():
+    def held_out(data, **changes):
+        return TrainingData.of(data, presets.TOPR_POSITIVE, told(**changes)).counts()["held_out"]["traces"]
+
+    data = unequal()
+    text = replace(data, rollout_logprobs=np.full(data.tokens, np.nan, np.float32))
+    assert (held_out(data), held_out(text), held_out(data, data__text_only=True)) == (2, 0, 0)
+    assert held_out(text, data__holdout=0.5) == held_out(text, data__holdout=0.05, data__text_only=True) == 2
+    with pytest.raises(ArgumentError, match=r"TG-TRAIN-085.*min_ope_ess.*holdout"):
+        held_out(text, stop__min_ope_ess=0.5)
 
 
 def test_lengths_and_tokens_are_those_of_the_traces(traces, tmp_path):

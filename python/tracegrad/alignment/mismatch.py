@@ -172,6 +172,8 @@ def describe_inexact(recorded: int, exact: int, levels: Mapping[str, Mapping[str
     >>> describe_inexact(10, 6, {"T0": {"tokens": 6}, "T7": {"tokens": 3}})
     '10 % of 10 recorded tokens have no exact id and logprob. The logprobs of 3 are filled: they were measured later.'
     """
+    if levels.keys() == {"T6"}:
+        return "No id and logprob of this model is recorded: the traces are trained as text."
     inexact, filled = count_inexact(recorded, exact, levels)
     sentence = f"{_html.percent(inexact / recorded)} of {recorded:,} recorded tokens have no exact id and logprob."
     return f"{sentence} The logprobs of {filled:,} are filled: they were measured later." if filled else sentence

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tracegrad import config
+from tracegrad._html import plural
 from tracegrad.cli import args, extras
 from tracegrad.cli.args import (
     add_json_flag,
@@ -105,16 +106,22 @@ def _train(options: argparse.Namespace, overrides: list[tuple[str, Any]], argume
     if not options.print_config and not options.dry_run:
         extras.check_images(options.traces, options.model)
     speak, as_json = printer_for(options), options.json
-    is_printed = options.print_config or options.dry_run
-    speak(*(f"# {line}" if is_printed else line for line in recipe_lines))
-    if recipe is not None and not is_printed:
-        speak(*(f"         {line}" for line in str(objective).splitlines()))
-    if is_printed and not as_json:
-        print_lines(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
     if options.print_config:
+        speak(*(f"# {line}" for line in recipe_lines))
         if as_json:
             print_json({"config": config.as_dict(run_config), "objective": str(objective)})
+        else:
+            print_lines(*config.to_toml(run_config).split("\n"), *(f"# {line}" for line in str(objective).splitlines()))
         return 0
+    speak(*recipe_lines)
+    if options.dry_run and not as_json:
+        changes = [f"{name} = {value}" for name, value in api.changed_options(run_config)]
+        loss, *rest = str(objective).removeprefix("loss = ").splitlines()
+        print_lines(
+            *(f"option   {line}" for line in changes), f"loss     {loss}", *(f"         {line}" for line in rest)
+        )
+    elif recipe is not None and not options.dry_run:
+        speak(*(f"         {line}" for line in str(objective).splitlines()))
     watch = Stopwatch()
     with nullcontext() if options.dry_run or not api.is_first_rank() else options.out.lock():
         data, summary = api.load_traces(options.traces, options.model, run_config, options.out.path, watch)
@@ -152,10 +159,10 @@ def _dry_run(
     from tracegrad.trainer.steps import TrainingData
 
     feed = TrainingData.of(data, objective, chosen, ranks=ranks, shape=_shape(model))
-    terms = sum(step.terms for step in feed.sizes)
     rows = [tokens for step in feed.sizes for tokens, _ in step.rows]
-    plan = feed.plan(len(feed.sizes))
+    plan, counts = feed.plan(len(feed.sizes)), feed.counts()
     fill = sum(rows) / (len(rows) * chosen.pack.tokens_per_row)
+    lines, numbers = _forecast(model, chosen, feed, ranks)
     if account is not None:
         plan_counts = {
             "steps": plan.total,
@@ -163,25 +170,27 @@ def _dry_run(
             "rows": len(rows),
             "longest_row": max(rows),
         }
-        traces = {"trained": int(feed.trained.sum()), "held_out": int(feed.held_out.sum()), "terms": terms}
-        lines, numbers = _forecast(model, chosen, feed, ranks)
         forecast = {"forecast": [line.strip() for line in lines], "per_rank": numbers}
-        estimate = {**plan_counts, **traces, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
+        estimate = {**plan_counts, **counts, "fill": round(fill, 4), "notes": list(feed.notes), **forecast}
         estimate["warnings"] = feed.warnings(recipe)
         inputs = {**account.as_dict(), "config": config.as_dict(chosen), "objective": str(objective)}
         print_json({"would": estimate, **inputs})
         return 0
+    trained, held_out = counts["trained"], counts["held_out"]["traces"]
     print_lines(
         *(f"warning  {warning}" for warning in feed.warnings(recipe)),
         *(f"note     {note}" for note in feed.notes),
-        f"dry run  {plan.total:,} optimizer steps, {plan.steps_per_epoch:,} per epoch, on {int(feed.trained.sum()):,} "
-        f"traces; {int(feed.held_out.sum()):,} held out for the off-policy estimate",
-        f"         {len(rows):,} rows per epoch, the longest has {max(rows):,} tokens, rows are {fill:.0%} full, "
-        f"{terms:,} trained tokens" + ("" if ranks == 1 else f", on the first of {ranks} ranks"),
+        *feed.lines(),
+        f"dry run  {plural(plan.total, 'optimizer step')}, {plan.steps_per_epoch:,} per epoch, on "
+        f"{plural(trained['traces'], 'trace')} with {plural(trained['tokens'], 'trained token')}; "
+        f"{held_out:,} held out for the off-policy estimate",
+        f"         {plural(len(rows), 'row')} per epoch"
+        + ("" if ranks == 1 else f" on the first of {ranks} ranks")
+        + f", the longest has {plural(max(rows), 'token')}, rows are {fill:.0%} full",
         f"sharing  {feed.sharing()}, in the first step"
         + ("" if chosen.pack.share_prefixes else "; pack.share_prefixes turns it on"),
+        *lines,
     )
-    print_lines(*_forecast(model, chosen, feed, ranks)[0])
     return 0
 
 
@@ -250,7 +259,7 @@ def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> l
 
     position = f"after step {result.step:,} of {result.total:,}"
     reasons = {
-        "done": f"trained  {result.step:,} steps",
+        "done": f"trained  {plural(result.step, 'step')}",
         "ope_ess": f"stopped  {position}: the effective sample size of the off-policy estimate is too small",
         "ope_falls": f"stopped  {position}: the off-policy estimate peaked after step {result.best_step}",
         "signal": f"stopped  on request {position}; a checkpoint is written",
@@ -258,6 +267,7 @@ def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> l
     places = _outputs(options.out, result)
     return [
         reasons[result.stopped],
+        *_gradient_line(result.trained),
         *_estimate_line(result.rows),
         "device   "
         + (
@@ -270,6 +280,13 @@ def _ending(options: argparse.Namespace, arguments: list[str], result: Any) -> l
         f"         {places['metrics.jsonl']}, {places['summary.json']}",
         *resume_line(result.stopped, arguments),
     ]
+
+
+def _gradient_line(trained: dict[str, int]) -> list[str]:
+    """Return a line with the traces and tokens that had a gradient in the first epoch."""
+    traces, tokens = plural(trained["traces"], "trace"), plural(trained["tokens"], "trained token")
+    part = f"{trained['traces_with_gradient']:,} of {traces}, {trained['tokens_with_gradient']:,} of {tokens}"
+    return [f"gradient from {part}, in the first epoch"] if trained["tokens"] else []
 
 
 def _outputs(out: RunDirectory, result: Any) -> dict[str, str]:

@@ -87,7 +87,7 @@ class Data:
     >>> from tracegrad.config import load
     >>> data = load(overrides=[("data.reward", "exact, format"), ("data.reward_weights", "1, 0.5")]).data
     >>> data.reward, data.reward_weights, data.holdout
-    (('exact', 'format'), (1.0, 0.5), 0.05)
+    (('exact', 'format'), (1.0, 0.5), -1.0)
     """
 
     on_error: Literal["raise", "skip", "quarantine"] = "raise"
@@ -116,11 +116,26 @@ class Data:
     reward_weights: tuple[float, ...] = ()
     """Weights for a sum of several rewards: one per name in data.reward. If data.reward is empty, one per reward except
     the total."""
-    holdout: float = 0.05
-    """Fraction of the groups that are held out from training for off-policy estimates. 0 disables the estimates."""
+    holdout: float = -1.0
+    """Fraction of the groups that are held out from training for off-policy estimates. 0 disables the estimates. -1 is
+    0.05, or 0 if there can be no estimate: with data.text_only, or if no trace has a logprob for each trained token."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.holdout < 1, "data.holdout", self.holdout, "it must be at least 0 and below 1")
+        is_valid = self.holdout == -1 or 0 <= self.holdout < 1
+        _require(is_valid, "data.holdout", self.holdout, "it must be at least 0 and below 1, or -1")
+
+    def holdout_share(self, *, has_logprobs: bool) -> float:
+        """Return the fraction of the groups to hold out.
+
+        Args:
+            has_logprobs: whether a trace has a logprob for each trained token, which an off-policy estimate needs.
+
+        >>> Data().holdout_share(has_logprobs=True), Data().holdout_share(has_logprobs=False)
+        (0.05, 0.0)
+        """
+        if self.holdout >= 0:
+            return self.holdout
+        return 0.05 if has_logprobs and not self.text_only else 0.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +221,8 @@ class Pack:
     is quadratic."""
     too_long: Literal["error", "drop", "truncate"] = "error"
     """Handling of branches longer than tokens_per_row: stop with an error, drop the trace, or truncate the branch.
-    Dropped and truncated ones are counted."""
+    Dropped and truncated ones are counted, and
+    their rewards still count in baselines."""
     share_prefixes: bool = False
     """Compute a prefix that traces of a row share only once, if the cost model predicts a gain. Gradients do not
     change."""

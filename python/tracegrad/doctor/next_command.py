@@ -120,7 +120,8 @@ def next_command(
     else:
         scored = np.concatenate(stats.rewards.reward), np.concatenate(stats.rewards.group)
     has_group = "group" not in missing or "--map.group" in map_flags
-    if (comparison := comparison_flags(*scored, has_group=has_group)) is None:
+    share = Data(text_only=text_only).holdout_share(has_logprobs=True)
+    if (comparison := comparison_flags(*scored, has_group=has_group, share=share)) is None:
         return None
     if any(candidate.partial for candidate in candidates.best(missing)) and not comparison:
         comparison = [*ZERO]
@@ -211,13 +212,16 @@ def equal_rewards_advice(reward: float, text_only: bool) -> str:
     return f"every reward is {reward:g}, so no trace is better than another. To imitate those above 0: {flags}"
 
 
-def comparison_flags(rewards: ArrayLike, groups: ArrayLike, *, has_group: bool) -> list[str] | None:
+def comparison_flags(
+    rewards: ArrayLike, groups: ArrayLike, *, has_group: bool, share: float = 0.05
+) -> list[str] | None:
     """Return the flags with which traces can be compared, whichever groups are held out; None if all rewards are equal.
 
     Args:
         rewards: [R], NaN if unknown.
         groups: [R] ids.
         has_group: whether most traces have a group.
+        share: fraction of the groups that are held out without a flag.
 
     >>> comparison_flags([1, 0, 1], [7, 7, 9], has_group=True)
     ['--advantage.single_sample_group', 'zero', '--data.holdout', '0']
@@ -229,7 +233,7 @@ def comparison_flags(rewards: ArrayLike, groups: ArrayLike, *, has_group: bool) 
     if not len(known) or known.min() == known.max():
         return None
     count = len(group.names)
-    held_out = min(max(round(Data().holdout * count), 1), count - 1)
+    held_out = min(max(round(share * count), 1), count - 1)
     differing = int(((group.count > 1) & ~group.equal).sum())
     if differing and has_group:
         flags, remaining = [*ZERO] if (group.count == 1).any() else [], differing
@@ -238,7 +242,7 @@ def comparison_flags(rewards: ArrayLike, groups: ArrayLike, *, has_group: bool) 
         values, counts = np.unique(known, return_counts=True)
         has_usual = group.sum((group.reward == values[counts.argmax()]).astype(np.float64))
         remaining = min(int((has_usual > 0).sum()), int((has_usual < group.count).sum()))
-    return flags if remaining > held_out else [*flags, "--data.holdout", "0"]
+    return flags if not share or remaining > held_out else [*flags, "--data.holdout", "0"]
 
 
 def _selected_rewards(stats: DatasetStats) -> list[str]:

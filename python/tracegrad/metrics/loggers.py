@@ -136,6 +136,10 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), (int, float)) else None
 
 
+_FEW_STEPS = 20
+"""Steps of a run that prints a line after each of them."""
+
+
 class Progress:
     """One live line by tqdm: the metrics of `step_metrics_text`, by their names in metrics.jsonl.
 
@@ -143,12 +147,13 @@ class Progress:
         total: optimizer steps of the full run.
         done: steps before this process.
         stream: output stream, default stderr. If it is not a terminal, a separate line is printed at most every 10 s,
-            with the time left.
+            with the time left, and after each step of a run of at most 20 steps.
         watch: stopwatch whose stages are reported if they take longer than 10 s, such as the old logprobs.
         clock: returns seconds.
 
     >>> progress = Progress(total=2, stream=sys.stdout)
-    >>> progress.log({"step": 1, "loss": 0.5})  # at most one line every 10 s
+    >>> progress.log({"step": 1, "loss": 0.5})
+    step 1/2  loss 0.5000
     >>> progress.log({"step": 2, "loss": 0.25})
     step 2/2  loss 0.2500
     >>> progress.close()
@@ -193,7 +198,8 @@ class Progress:
                 left = time_left(seconds, self._step - self._start, self._total - self._start)
                 return "  ".join(filter(None, [f"step {self._step}/{self._total}", line, left]))
 
-            self._printer.tick(words, at_once=self._step == self._total)
+            is_step = self._step > self._start
+            self._printer.tick(words, at_once=is_step and (self._step == self._total or self._total <= _FEW_STEPS))
 
     def report_stage(self) -> None:
         """Print the running stage of the stopwatch, if it takes long and no line was printed lately."""
@@ -312,6 +318,7 @@ STAGES = {
     "align": "aligning",
     "import": "importing torch",
     "load": "loading the model",
+    "verify": "verifying attention",
     "prepare": "packing",
     "old": "computing old logprobs",
     "ref": "computing reference logprobs",

@@ -224,6 +224,10 @@ TRAINING: tuple[Metric, ...] = (
     Metric("grad_norm", "1", None, None, "Euclidean norm of the full gradient before clipping."),
     Metric("tokens_trained", "tokens", None, None, "Trained tokens of the step."),
     Metric("traces", "traces", None, None, "Traces of the step with at least one trained token."),
+    Metric(
+        "tokens_with_gradient", "tokens", None, None, "Trained tokens whose d loss / d logprob is not 0 in this step."
+    ),
+    Metric("traces_with_gradient", "traces", None, None, "Traces with such a token."),
     Metric("tokens", "tokens", None, None, "Tokens of the step that went through the model, padding excluded."),
     Metric("seconds", "s", None, None, "Wall time of the step, its share of the `old` pass excluded."),
     Metric("tokens_per_s", "tokens/s", None, None, "tokens / seconds."),

@@ -192,7 +192,7 @@ class IngestSummary:
             *self._cut(),
             *self.candidate_lines,
             *describe_reward_choice(self.rewards, self.reward),
-            f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trained",
+            f"aligned  {self.tokens:,} tokens in {self.branches:,} branches, {self.terms:,} of them trainable",
             *self._pictured(),
             *self._rendered(),
         ]

@@ -235,7 +235,8 @@ class _Axis(NamedTuple):
         low = low if floor is None else min(low, floor)
         # Values that differ only by rounding count as one. Ticks between them would have equal labels.
         if high - low <= 1e-9 * max(abs(low), abs(high)):
-            low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+            margin = abs(low) * 0.1 or 0.5
+            low, high = low - margin * (low != floor), high + margin
         raw = (high - low) / intervals
         size = 10.0 ** math.floor(math.log10(raw))
         step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
@@ -261,6 +262,8 @@ def _points(rows: Rows, key: str, band: tuple[str, str] | None) -> list[Point]:
     out = []
     for index, row in enumerate(rows):
         value = as_number(row.get(key))
+        if key == "ope_ess_fraction" and not row.get("ope_traces", 1):
+            continue  # No held-out trace has a weight, so there is no sample.
         if value is not None and (key != "ope" or off_policy_estimate(row)):
             ends = [as_number(row.get(end)) for end in band] if band else [None, None]
             low, high = (math.nan if end is None else end for end in ends)
@@ -309,8 +312,16 @@ def _grid(x: _Axis, y: _Axis) -> str:
 
 
 def _tick(value: float, axis: _Axis) -> str:
+    """Return a label with the digits that tell neighbouring ticks apart."""
     step = axis.ticks[1] - axis.ticks[0]
-    return number(round(value, max(0, 1 - math.floor(math.log10(step)))))
+    digits = max(0, 1 - math.floor(math.log10(step)))
+    short = number(round(value, digits))
+    largest = max(abs(tick) for tick in axis.ticks)
+    # Four significant digits are enough unless the ticks are close together.
+    if step >= 1e-3 * largest:
+        return short
+    is_whole = math.isclose(step * 10 ** (digits - 1), round(step * 10 ** (digits - 1)))
+    return f"{value:,.{max(0, digits - is_whole)}f}"
 
 
 def _line(points: list[Point], x: _Axis, y: _Axis, index: int) -> str:

@@ -62,8 +62,8 @@ def write_card(
         "",
         "# A policy trained by tracegrad",
         "",
-        f"Trained by tracegrad {__version__} from recorded trajectories and their logprobs.",
-        *_section("Base model", [Path(redact(base)).name]),
+        f"Trained by tracegrad {__version__} from recorded trajectories{_logprobs(rows)}.",
+        *_section("Base model", ["/".join(Path(redact(base)).parts[-2:])]),
         *_section("Loss", str(objective).split("\n")),
         *_section("Options other than the default", options or ["none"]),
         *_section("Data", data),
@@ -77,15 +77,26 @@ def write_card(
         ) from error
 
 
+def _logprobs(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how much of the recorded logprobs the steps have, as the end of a sentence; "" if it is unknown."""
+    coverages = [row["rollout_logprob_coverage"] for row in rows if row.get("rollout_logprob_coverage") is not None]
+    if not coverages:
+        return ""
+    return " and their logprobs" if any(coverages) else " as text, without their logprobs"
+
+
 def results(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines with the results of a run: steps, trained tokens, off-policy estimate (ope), and evaluations.
 
     >>> before = {"step": 0, "ope": 0.4, "ope_low": 0.3, "ope_high": 0.5}
     >>> results([{**before, "ope_reliable": 1}, {"step": 1, "loss": 0.1, "tokens_trained": 9}])
-    ['steps           1', 'tokens          9', 'ope, step 0     0.400 (0.300 to 0.500)']
+    ['steps           1', 'trained tokens  9', 'ope, step 0     0.400 (0.300 to 0.500)']
     """
     steps = [row for row in rows if row.get("loss") is not None]
-    facts = [("steps", f"{len(steps)}"), ("tokens", f"{sum(row.get('tokens_trained') or 0 for row in steps):,}")]
+    facts = [
+        ("steps", f"{len(steps)}"),
+        ("trained tokens", f"{sum(row.get('tokens_trained') or 0 for row in steps):,}"),
+    ]
     for kind, name, label in (("ope", "ope", "ope"), ("eval", "eval_reward", "evaluation")):
         measured = [row for row in rows if row.get(name) is not None]
         for row in [*measured[:1], *measured[1:][-1:]]:

@@ -131,7 +131,7 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
     if last_step <= 0:
         return Outcome(*_OFF_POLICY, "unclear", "It is unknown, because no optimizer step has been taken.")
     if not measured:
-        return Outcome(*_OFF_POLICY, "unclear", f"It is unknown, because {_missing_reason(groups)}.")
+        return Outcome(*_OFF_POLICY, "unclear", f"It is unknown, because {_missing_reason(rows, groups)}.")
     (step, row), (first_step, first_row) = measured[-1], measured[0]
     if step <= 0:
         return Outcome(
@@ -260,8 +260,10 @@ def _evaluation(row: Mapping[str, Any]) -> Estimate | None:
     return Estimate(value, low, high) if is_reliable else None
 
 
-def _missing_reason(groups: int) -> str:
+def _missing_reason(rows: Rows, groups: int) -> str:
     """Return why rows have no off-policy estimate."""
+    if all(row.get("rollout_logprob_coverage") == 0 for row in rows if "loss" in row):
+        return "no trained token has a recorded logprob"
     if groups < 2:
         return "the data has fewer than two groups, so that none can be held out"
     return "no group is held out (data.holdout), or the held-out groups have no trained tokens"

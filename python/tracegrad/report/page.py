@@ -14,7 +14,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from tracegrad._html import escape, number, percent
+import numpy as np
+
+from tracegrad._html import escape, number, percent, plural
 from tracegrad.alignment.mismatch import describe_inexact
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.data.codes import LEVEL_TEXT
@@ -120,7 +122,7 @@ def write_report(
         total_gradient: sum of |d loss / d logprob| over all trained tokens, the denominator of shares. Default: the sum
             over `terms`.
         summary: content of summary.json: `before` and `after` ({"success", "ci95": [lo, hi], "n"}), `seconds` by stage,
-            `seed`, `steps_planned`, `stopped`.
+            `seed`, `steps_planned`, `stopped`, and the counts `trained`, `held_out`, `dropped` and `truncated`.
         title: title of the page.
         part: part of the run that `sequences` covers, such as "step 3". Default: the whole run. Numbers of traces and
             tokens of the whole run are then sums over `rows`.
@@ -221,11 +223,12 @@ def _measurement(outcome: Outcome) -> str:
 
 def _facts(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any], part: str | None) -> list[tuple[str, str]]:
     """Return names and values of the run's size, as HTML."""
+    trained = summary.get("trained")
     numbers = {
         "traces": counts.traces,
         "groups": counts.groups,
         "tokens": counts.tokens,
-        "trained tokens": counts.terms,
+        "trained tokens": trained["tokens"] if trained else counts.terms,
     }
     if part is not None:
         keys = {name: name.replace("trained tokens", "tokens_trained") for name in numbers}
@@ -236,6 +239,7 @@ def _facts(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any], part: st
     facts = [
         ("steps", steps if planned is None else f"{steps} of {planned:,.0f}"),
         *((name, f"{value:,}") for name, value in numbers.items()),
+        *_uses(summary),
     ]
     if reason := STOP_REASONS.get(str(summary.get("stopped"))):
         facts.insert(1, ("end", reason))
@@ -244,6 +248,19 @@ def _facts(rows: Rows, counts: TraceCounts, summary: Mapping[str, Any], part: st
         facts.append(("seconds", number(round(sum(float(duration) for duration in seconds.values()), 1))))
     if "seed" in summary:
         facts.append(("seed", escape(str(summary["seed"])[:_MOST_TEXT])))
+    return facts
+
+
+def _uses(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and texts about the traces with a gradient, the held-out ones, and those that are too long."""
+    names = {"held_out": "held out", "dropped": "left out, too long", "truncated": "cut, too long"}
+    parts = {name: part for key, name in names.items() if (part := summary.get(key)) and part["traces"]}
+    facts = [
+        (name, f"{plural(part['traces'], 'trace')}, {plural(part['tokens'], 'token')}") for name, part in parts.items()
+    ]
+    if trained := summary.get("trained"):
+        traces = f"{trained['traces_with_gradient']:,} of {plural(trained['traces'], 'trace')}"
+        facts.insert(0, ("gradient from", f"{traces}, {plural(trained['tokens_with_gradient'], 'token')}"))
     return facts
 
 
@@ -340,6 +357,7 @@ def _traces(
     left_out = len(chosen) - len(shown)
     note = f"<p>{left_out} more would make this page larger than {most_bytes / 1e6:.0f} MB.</p>" if left_out else ""
     total_share = percent(sum(share for _, share in chosen[: len(shown)]))
+    subject = "The trace below has" if len(shown) == 1 else f"The {len(shown)} traces below have"
     inputs = "".join(
         f'<input type="radio" name="mode" id="by-{mode}" aria-describedby="colour-by"'
         f'{" checked" * (mode == "gradient")}><label for="by-{mode}">{mode}</label>'
@@ -347,14 +365,30 @@ def _traces(
     )
     return (
         f'<section id="traces"><h2>{_of_part("Traces with the largest gradients", part)}</h2>'
-        f"<p>The {len(shown)} traces below have {total_share} of the gradient: the sum of |d loss / d logprob| over "
-        "the trained tokens, in the last pass over the data. They have advantages of both signs and come from many "
-        "groups. Point at a token for its numbers.</p>"
+        f"<p>{subject} {total_share} of the gradient: the sum of |d loss / d logprob| over the trained tokens, in the "
+        f"last pass over the data. {_describe_examples(sequences, values, [n for n, _ in chosen[: len(shown)]])}Point "
+        "at a token for its numbers.</p>"
         '<p><label for="find">Search these traces</label> <input type="search" id="find">'
         ' <output id="count"></output></p>'
         f'<div class="modes"><span id="colour-by">Colour tokens by</span> {inputs}{_legend()}{"".join(shown)}</div>'
         f"{note}</section>"
     )
+
+
+def _describe_examples(sequences: Sequences, values: PerToken, traces: list[int]) -> str:
+    """Return a sentence about the signs of the advantages of several traces, and their groups; "" for one trace."""
+    if len(traces) < 2:
+        return ""
+    owner = np.repeat(sequences.trace, np.diff(sequences.cu_seqlens))
+    advantages = np.nan_to_num(values.advantages[np.isin(owner, traces)])
+    signs = {
+        (True, True): "advantages of both signs",
+        (True, False): "positive advantages",
+        (False, True): "negative advantages",
+        (False, False): "advantage 0",
+    }[bool((advantages > 0).any()), bool((advantages < 0).any())]
+    groups = len(np.unique(sequences.group[traces]))
+    return f"They have {signs} and come from {plural(groups, 'group')}. "
 
 
 def _legend() -> str:

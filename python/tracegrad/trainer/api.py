@@ -277,6 +277,8 @@ def train_aligned(
                 counts=_count_all(account),
                 total_gradient=result.gradient_magnitude,
             )
+        summary["seconds"]["report"] = round(watch.seconds["report"], 3)
+        prepare.write_json(out.path / "summary.json", summary)
         out.sync()
         if out.address:
             card = result.checkpoint / "README.md"
@@ -326,15 +328,19 @@ def _config(
     return recipe.resolve(None, overrides, start=start)[0]
 
 
+def changed_options(chosen: Config) -> list[tuple[str, str]]:
+    """Return names and values of the options that differ from the defaults, without secrets."""
+    default, values = as_dict(Config()), as_dict(chosen)
+    return [(name, redact(value)) for name, value in values.items() if value != default.get(name)]
+
+
 def describe_run(
     chosen: Config, objective: Objective, out: str | Path, **inputs: str | Path
 ) -> list[tuple[str, object]]:
     """Describe a run for its report: loss, options other than the defaults, inputs, run directory, versions."""
-    default, values = as_dict(Config()), as_dict(chosen)
-    options = [(name, value) for name, value in values.items() if value != default.get(name)]
     return [
         ("loss", str(objective).replace("\n", "; ")),
-        *((name, redact(value)) for name, value in options),
+        *changed_options(chosen),
         *((name, str(value)) for name, value in inputs.items()),
         ("run directory", str(out)),
         ("tracegrad", __version__),
@@ -358,6 +364,8 @@ def _summary(chosen: Config, account: IngestSummary, result: Any, seconds: dict[
     last_estimate = next((row for row in reversed(result.rows) if "ope" in row), {})
     return {
         **{name: value for name, value in account.as_dict().items() if name in summary_names},
+        **result.counts,
+        "trained": result.trained,
         "seed": chosen.train.seed,
         "steps": result.step,
         "steps_planned": result.total,

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad import metrics
+from tracegrad._html import plural
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, as_dict
 from tracegrad.data.codes import LOGPROB_KINDS
@@ -139,8 +140,9 @@ def train(
     check_images_on_ranks(feed.source, trainer.target, config)
     if trainer.reference is not None:
         check_vocabulary(feed.source, trainer.reference.model)
-    longest = min(int(feed.catalog.longest.max()), config.pack.tokens_per_row)
-    if reason := verify_rows(trainer.target, longest, share_prefixes=feed.shares_prefixes):
+    with metrics.reported_stages(trainer.watch) if ranks.first else nullcontext(), trainer.watch("verify"):
+        reason = verify_rows(trainer.target, feed.longest, share_prefixes=feed.shares_prefixes)
+    if reason:
         feed = replace(feed, allow_prefix_sharing=False, notes=(*feed.notes, f"prefixes are not shared: {reason}."))
     loop = _Loop(feed, trainer, log)
     trainer.steps = loop.plan.total
@@ -150,6 +152,8 @@ def train(
                 lock.enter_context(trainer.run_dir.mirror.lock())
         rows = loop.start(resume)
         if ranks.first:
+            for line in feed.lines():
+                log(line)
             for sentence in feed.warnings(recipe):
                 log(f"warning  {sentence}")
             for sentence in [*feed.notes, *loop.opening()]:
@@ -179,6 +183,7 @@ def train(
         trainer.idle.total_share(),
         ranks.sum(loop.terms.gradient_magnitude),
         trainer.run_dir.address_of(last),
+        feed.counts(),
     )
 
 
@@ -248,9 +253,9 @@ class _Loop:
         if self.feed.shares_prefixes and taken < self.plan.total:
             notes.append(f"{self.epochs.packed(taken).step.sharing}.")
         held_out = int(self.feed.held_out.sum())
-        if config.data.holdout and held_out < metrics.MIN_ESS:
+        if self.feed.config.data.holdout and held_out < metrics.MIN_ESS:
             notes.append(
-                f"{held_out} traces are held out, but the off-policy estimate needs an effective sample size of "
+                f"{plural(held_out, 'trace')} held out, but the off-policy estimate needs an effective sample size of "
                 f"{metrics.MIN_ESS:g}: raise data.holdout."
             )
         return notes

@@ -205,7 +205,8 @@ class ResourceEstimate:
             f"memory   at most {_size(total)} per rank: {_size(self.state_bytes)} for parameters, gradient and AdamW, "
             f"{_size(self.row_bytes)} for the activations of one row",
             f"time     at least {self.flops / self.rate:.3g} s per step: {self.flops / 1e12:.3g} TFLOP per rank, "
-            f"without attention, at {self.rate / 1e12:.3g} TFLOP/s (a matrix product measured on this machine)",
+            f"at {self.rate / 1e12:.3g} TFLOP/s (a matrix product measured on this machine), without attention,",
+            "         old and reference logprobs, evaluations, checkpoints, and the check of attention before step 1",
             *self._traffic_lines(),
         ]
 

@@ -1,7 +1,7 @@
 """The result of `train`, and per-token arrays for the report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -112,6 +112,7 @@ class TrainResult:
         device_idle_share: share of time in which the device had no queued work, a lower bound; None on a CPU.
         gradient_magnitude: sum of |d loss / d logprob| over all trained tokens of the last epoch.
         address: address of the newest checkpoint if the run is at an address, else None.
+        counts: traces and tokens of an epoch by their use, from `TrainingData.counts`.
 
     >>> from tempfile import TemporaryDirectory
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -140,6 +141,15 @@ class TrainResult:
     device_idle_share: float | None = None
     gradient_magnitude: float = 0.0
     address: str | None = None
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """Numbers of traces and tokens that the first epoch trained, and of those with a gradient in their step."""
+        rows = [row for row in self.rows if row.get("epoch") == 0]
+        names = {"traces": "traces", "tokens": "tokens_trained"}
+        names |= {name: name for name in ("traces_with_gradient", "tokens_with_gradient")}
+        return {name: sum(int(row.get(metric) or 0) for row in rows) for name, metric in names.items()}
 
     @property
     def best_step(self) -> int:

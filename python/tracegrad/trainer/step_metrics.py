@@ -47,13 +47,17 @@ def step_metrics(
     """
     ranks = ranks or Ranks()
     read_tokens = sum(batch.tokens for batch in step.batches if len(batch.read))
-    terms, tokens = (int(n) for n in ranks.all_reduce(np.array([len(step), read_tokens]), "sum"))
+    traces_with_gradient = step.trace[outcome.gradient != 0]
+    counts = [len(step), read_tokens, len(traces_with_gradient), len(np.unique(traces_with_gradient))]
+    terms, tokens, *with_gradient = (int(n) for n in ranks.all_reduce(np.array(counts), "sum"))
     return {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
         "tokens_trained": terms,
         "traces": step.totals.traces - step.skipped.traces,
         "tokens": tokens,
+        "tokens_with_gradient": with_gradient[0],
+        "traces_with_gradient": with_gradient[1],
         **({} if ranks.is_single else {"imbalance": step.imbalance}),
         **tally(step, outcome, objective, ranks.first, version).all_reduce(ranks.all_reduce).means(),
         **({} if rewards is None else rewards_of(step, rewards, ranks).values()),

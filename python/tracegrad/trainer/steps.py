@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad._html import plural
 from tracegrad.alignment.sequences import Sequences
 from tracegrad.config import Config, Filter
 from tracegrad.data.codes import ENDINGS, LEVELS, NO_LEVEL, TRUNCATED
@@ -386,7 +387,7 @@ class TrainingData:
         advantages: [R] float32; 0 for held-out traces. With `reward_kl`, the advantages before the penalty.
         held_out: [R] bool, held-out traces.
         eligible: [R] bool, traces that are not held out and pass the per-trace filters; advantages compare these.
-        objective, config: the objective and the options of the run.
+        objective, config: the objective and the options of the run; `data.holdout` is the share that is held out.
         notes: sentences for the user about the traces.
         ranks, rank: number of processes that share each step, and the number of this process.
         shape: model shape, for estimates of the cost of rows.
@@ -443,6 +444,9 @@ class TrainingData:
                 "TG-TRAIN-075: the input has no traces: no record contains a model call with an answer. "
                 "Inspect the file with tracegrad doctor."
             )
+        has_logprobs = bool(((catalog.known == catalog.terms) & (catalog.terms > 0)).any())
+        share = config.data.holdout_share(has_logprobs=has_logprobs)
+        config = replace(config, data=replace(config.data, holdout=share))
         check_effective(config, objective)
         objective.check_missing(config.train.missing_logprobs)
         notes = check_ratios(source, objective, config)
@@ -533,13 +537,14 @@ class TrainingData:
         Raises:
             ArgumentError: if no token can be trained, or a trace is too long and `pack.too_long` is "error".
         """
-        present = (self._trained_counts > 0) | self.masked
+        trained_counts = np.where(self.trained, self._laid_out, 0)
+        present = (trained_counts > 0) | self.masked
         if not present.any():
             raise nothing_to_train()
         chosen = draw_groups(self.source, present, () if all_groups else self.input_weights, plan_seed)
         step = steps_of(self.catalog.group, chosen, self.config.train.groups_per_step, plan_seed)
         # Count a dropped trace in its group's step, or in the first step if all of its group was dropped.
-        dropped = self.trained & (self._trained_counts == 0) & (self.catalog.terms > 0)
+        dropped = self.trained & (trained_counts == 0) & (self.catalog.terms > 0)
         if dropped.any():
             step[dropped & (steps_of(self.catalog.group, present, None, None) < 0)] = 0
         return StepAssignment.by(step, present | dropped)
@@ -600,17 +605,13 @@ class TrainingData:
         return Schedule.of(self.config, steps, each_update=refreshes_old_each_update(self.objective, self.config))
 
     def held_pieces(self) -> list[Rows]:
-        """Return the held-out traces in pieces; empty if no held-out trace has a trained token.
+        """Return the held-out traces with a token that is laid out, in pieces.
 
         Raises:
-            ArgumentError: if all of them are too long for a row, or one is and `pack.too_long` is "error".
+            ArgumentError: if one of them is too long for a row and `pack.too_long` is "error".
         """
-        if not len(rows := np.flatnonzero(self.held_out & (self.catalog.terms > 0))):
-            return []
-        rows = rows[self._count_laid_out(rows) > 0]
-        if not len(rows):
-            raise nothing_to_train()
-        return list(pieces(rows, self.catalog))
+        rows = np.flatnonzero(self.held_out & (self._laid_out > 0))
+        return list(pieces(rows, self.catalog)) if len(rows) else []
 
     def pack_held_out(self, rows: Rows) -> PlannedStep:
         """Pack one piece of the held-out traces as a step."""
@@ -631,28 +632,59 @@ class TrainingData:
         return self.source.fingerprint(self.rewards)
 
     @cached_property
-    def _trained_counts(self) -> NDArray[np.int64]:
-        """[R]: number of tokens laid out per trained trace."""
-        counts = np.zeros(self.catalog.traces, np.int64)
-        rows = np.flatnonzero(self.trained & (self.catalog.terms > 0))
-        counts[rows] = self._count_laid_out(rows)
-        return counts
-
-    def _count_laid_out(self, rows: Rows) -> NDArray[np.int64]:
-        """Return [rows] the tokens laid out per trace. Traces that may be too long for a row are read and measured."""
-        pack, whole_traces = self.config.pack, self.objective.requirements.trace_ratio
-        counts = self.catalog.terms[rows].astype(np.int64)
-        lengths = (self.catalog.tokens if whole_traces else self.catalog.longest)[rows]
-        if len(too_long := np.flatnonzero(lengths > pack.tokens_per_row)):
-            counts[too_long] = count_laid_out_tokens(
+    def _laid_out(self) -> NDArray[np.int64]:
+        """[R]: tokens laid out per trained or held-out trace; traces that may be too long are read and measured."""
+        catalog, pack = self.catalog, self.config.pack
+        used = (self.trained | self.held_out) & (catalog.terms > 0)
+        counts = np.where(used, catalog.terms, 0).astype(np.int64)
+        whole_traces = self.objective.requirements.trace_ratio
+        lengths = catalog.tokens if whole_traces else catalog.longest
+        if len(rows := np.flatnonzero(used & (lengths > pack.tokens_per_row))):
+            counts[rows] = count_laid_out_tokens(
                 self.source,
-                rows[too_long],
+                rows,
                 too_long=pack.too_long,
                 tokens_per_row=pack.tokens_per_row,
                 whole_traces=whole_traces,
                 share_prefixes=self.shares_prefixes,
             )
         return counts
+
+    def lines(self) -> list[str]:
+        """Return lines about the traces that `pack.too_long` drops or truncates, for a terminal."""
+        counts, limit = self.counts(), f"longer than {self.config.pack.tokens_per_row:,} tokens"
+        texts = {
+            name: f"{plural(part['traces'], 'trace')}, {plural(part['tokens'], 'trainable token')}: {limit}"
+            for name, part in counts.items()
+            if part["traces"]
+        }
+        heads = {"dropped": "left out", "truncated": "cut     "}
+        return [f"{head} {texts[name]}" for name, head in heads.items() if name in texts]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest branch that is laid out, at least 1."""
+        lengths = np.minimum(self.catalog.longest[self._laid_out > 0], self.config.pack.tokens_per_row)
+        return int(lengths.max(initial=1))
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Count the traces and the tokens that an epoch trains, holds out, and loses to `pack.too_long`.
+
+        Returns:
+            {"trained", "held_out", "dropped", "truncated"}, each with "traces" and "tokens". The tokens of the last two
+            are those that are lost, of trained and of held-out traces.
+        """
+        laid_out, lost = self._laid_out, np.where(self.trained | self.held_out, self.catalog.terms - self._laid_out, 0)
+        parts = {
+            "trained": (self.trained & (laid_out > 0), laid_out),
+            "held_out": (self.held_out & (laid_out > 0), laid_out),
+            "dropped": ((laid_out == 0) & (lost > 0), lost),
+            "truncated": ((laid_out > 0) & (lost > 0), lost),
+        }
+        return {
+            name: {"traces": int(traces.sum()), "tokens": int(tokens[traces].sum())}
+            for name, (traces, tokens) in parts.items()
+        }
 
     def _pack_options(self) -> dict[str, Any]:
         """Return the arguments of `pack` that are the same for each step."""

@@ -395,7 +395,8 @@ class Trainer:
         self.control.restore(progress.control)
         self._proximal = int(progress.control["proximal"]) if "proximal" in progress.control else None
         self.num_tokens = int(progress.control["num_tokens"])
-        self.watch.seconds.update(progress.seconds)
+        for stage, seconds in progress.seconds.items():
+            self.watch.seconds[stage] = self.watch.seconds.get(stage, 0.0) + seconds
         self._create_files()
         return progress
 

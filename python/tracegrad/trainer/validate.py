@@ -19,7 +19,7 @@ from tracegrad.trainer.dataset import Dataset, TraceTable, as_dataset
 def check_effective(config: Config, objective: Objective) -> None:
     """Reject options that differ from their defaults but would have no effect in this run."""
     needs, advantage, kl = needs_of(objective, config), config.advantage, config.reward_kl
-    unmeasured = "data.holdout is 0, so there is no off-policy estimate"
+    unmeasured = "no group is held out (data.holdout), so there is no off-policy estimate"
     no_own_reference = "train.ref_model is the reference" if needs.ref else "this objective needs no reference"
     reasons = [
         reason for reason in (needs.zero_advantage_reason, needs.dropped_reason, needs.zero_weight_reason) if reason

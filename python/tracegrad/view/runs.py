@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 from tracegrad import config, metrics, recipes
 from tracegrad._html import escape, number, plural
 from tracegrad.alignment.mismatch import describe_inexact
-from tracegrad.data.codes import FILLED, LEVELS
 from tracegrad.errors import TracegradError
 from tracegrad.report.charts import Rows, as_number, curves, is_online_step, overlay_curves
 from tracegrad.report.outcome import measured_outcomes, success_outcome
@@ -223,12 +222,14 @@ def _mismatches(runs: Mapping[str, Path]) -> str:
 
 def _inexact_share(name: str, summary: Mapping[str, Any]) -> str:
     levels = summary.get("levels")
-    counts = levels.get(LEVELS[FILLED]) if isinstance(levels, Mapping) else None
-    tokens = as_number(counts.get("tokens")) if isinstance(counts, Mapping) else None
+    rows = levels.items() if isinstance(levels, Mapping) else ()
+    tokens = {
+        name: {"tokens": int(as_number(row.get("tokens")) or 0)} for name, row in rows if isinstance(row, Mapping)
+    }
     recorded, exact = as_number(summary.get("recorded")), as_number(summary.get("exact"))
     if not recorded or exact is None:
         return ""
-    sentence = describe_inexact(int(recorded), int(exact), {LEVELS[FILLED]: {"tokens": int(tokens or 0)}})
+    sentence = describe_inexact(int(recorded), int(exact), tokens)
     return f"<p>{escape(name)}: {sentence}</p>"
 
 
