@@ -431,15 +431,22 @@ def test_the_doctor_looks_again_with_the_temperature_that_it_found(tokenizer, tm
 
 def test_score_names_no_kind_of_logprobs_that_nobody_gave(tokenizer, tmp_path):
     from tracegrad.cli.score import _next_command
+    from tracegrad.doctor.next_command import RecordTotals
 
     path = tmp_path / "scored.jsonl"
+
+    def proposed():
+        totals = RecordTotals()
+        list(totals.counting([tg.read(path)]))
+        return _next_command(path, MODEL, totals)[0]
+
     records = [{**logged(tokenizer, number), "reward": number % 2, "group": f"g{number // 4}"} for number in range(8)]
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    assert _next_command(path, MODEL) == f"tracegrad doctor {path} --model {MODEL}"
+    assert proposed() == f"tracegrad doctor {path} --model {MODEL}"
     for each in records:
         each["logprob_kind"], each["temperature"] = "raw", 1.0
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    assert _next_command(path, MODEL).startswith("tracegrad train ")
+    assert proposed().startswith("tracegrad train ")
 
 
 @pytest.mark.parametrize("value", [5, "hot", {"temperature": -1}, {"top_p": "x"}])
