@@ -197,8 +197,8 @@ def test_two_updates_on_one_batch_are_those_of_trl_itself(case, start, tokenizer
     rows = mine.state.log_history
     assert rows[1]["clip_ratio/region_mean"] > rows[0]["clip_ratio/region_mean"] == 0
     logged = theirs.state.log_history[1]
-    names = [name for name in logged if name.startswith("clip_ratio/") or name == "entropy"]
-    assert len(names) == 6
+    names = [name for name in logged if name.startswith("clip_ratio/") or name in ("entropy", "kl")]
+    assert len(names) == 6 + ("beta" in case)
     assert {name: rows[1][name] for name in names} == pytest.approx({name: logged[name] for name in names}, rel=1e-5)
 
 

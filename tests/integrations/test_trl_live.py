@@ -120,8 +120,8 @@ def test_two_updates_on_what_it_generates_are_those_of_trls_own_loss(case, start
     assert torch.equal(mine._buffered_inputs[0]["completion_ids"], theirs._buffered_inputs[0]["completion_ids"])
     assert_same_step(mine, theirs, start)
     rows, logged = mine.state.log_history, theirs.state.log_history[1]
-    names = [name for name in logged if name.startswith("clip_ratio/") or name == "entropy"]
-    assert len(names) == (1 if case == "sapo" else 6)
+    names = [name for name in logged if name.startswith("clip_ratio/") or name in ("entropy", "kl")]
+    assert len(names) == (1 if case == "sapo" else 6) + ("beta" in case)
     assert {name: rows[1][name] for name in names} == pytest.approx({name: logged[name] for name in names}, rel=1e-4)
 
 

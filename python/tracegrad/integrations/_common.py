@@ -425,19 +425,26 @@ def _off_policy_metrics(
     return (metrics.all_reduce(all_reduce) if all_reduce else metrics).values()
 
 
-def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor) -> MetricSums:
-    """Return the metrics of a micro-batch as TRL counts them: `entropy`, and `clip_ratio/*` if the surrogate clips.
+def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tensor, logprobs: Tensor) -> MetricSums:
+    """Return the metrics of a micro-batch as TRL counts them.
 
-    A row is a trace, or a turn if the ratio is aggregated over turns.
+    They are `entropy`, `clip_ratio/*` if the surrogate clips, and `kl` if the objective has a k3 penalty to the
+    reference. A row is a trace, or a turn if the ratio is aggregated over turns.
     """
     surrogate, names = objective.surrogate, ["trace", "turn"] if objective.level.over == "turn" else ["trace"]
     ids = np.stack([getattr(terms, name).cpu().numpy() for name in names])
     rows = Rows.of(np.unique(ids, axis=1, return_inverse=True)[1].reshape(-1))
+    shared: dict[str, Any] = {"entropy": _host(entropy)}
+    penalty = next((each for each in objective.penalties if each.ratio.den == "ref" and each.kind == "k3"), None)
+    if penalty is not None and terms.ref is not None:
+        shared |= {"theta": _host(logprobs), "ref": _host(terms.ref)}
+        if penalty.importance is not None and penalty.importance == objective.ratio:
+            shared["kl_weight"] = _host(per_term.ratio)
     if surrogate.bounds is not None:
         low, high = surrogate.bounds
         return as_trl_loss(
             rows,
-            entropy=_host(entropy),
+            **shared,
             ratio=_host(per_term.ratio),
             sequence=surrogate.level.over != "token",
             epsilon=1 - low,
@@ -447,8 +454,8 @@ def as_trl(objective: Objective, per_term: PerTerm, terms: Terms, entropy: Tenso
         )
     if surrogate.clips:
         clipped = per_term.clipped.cpu().numpy()
-        return as_trl_loss(rows, entropy=_host(entropy), clipped=clipped, advantages=_host(terms.advantages))
-    return as_trl_loss(rows, entropy=_host(entropy))
+        return as_trl_loss(rows, **shared, clipped=clipped, advantages=_host(terms.advantages))
+    return as_trl_loss(rows, **shared)
 
 
 def _to_tensor(values: Any, device: Any) -> Tensor:

@@ -91,7 +91,8 @@ def loss_of(
     """
     terms = replace(terms, old=logprobs.detach()) if objective.requirements.old and terms.old is None else terms
     loss = objective(logprobs, entropy, terms, vocabulary_logprobs=vocabulary_logprobs)
-    log_metrics(trainer, as_trl(objective, loss.per_term, terms, entropy).all_reduce(reducer(trainer)).values())
+    metrics = as_trl(objective, loss.per_term, terms, entropy, logprobs)
+    log_metrics(trainer, metrics.all_reduce(reducer(trainer)).values())
     routing = 0.0 if aux is None else trainer.router_aux_loss_coef * aux / trainer.current_gradient_accumulation_steps
     return loss.loss * trainer.accelerator.num_processes + routing
 
