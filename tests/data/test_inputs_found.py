@@ -10,7 +10,7 @@ import tracegrad as tg
 from messages import user, written
 from tracegrad import config, prepare
 from tracegrad.cli import main
-from tracegrad.data import infer_fields
+from tracegrad.data import infer_fields, json_path
 from tracegrad.metrics import Stopwatch
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
@@ -67,6 +67,43 @@ def test_what_cannot_be_a_reward_is_not_named(more, line):
     rows = [{"messages": [user("a"), {"role": "assistant", "content": "b"}], **more} for _ in range(4)]
     lines = infer_fields.infer(rows).lines(["reward"])
     assert lines == ([] if line is None else [f"guess    {line}"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("preference_price_per_example", "token_usage.total", "score_latency", "name.perturbation.robustness"),
+        *("settings.strict", "generationConfig.useCache", "accuracy_cost", "reward_tokens.value"),
+    ],
+)
+def test_settings_and_measurements_are_no_rewards(path):
+    def row(n, path):
+        value = n % 2 == 0
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        return {"messages": [user("a"), {"role": "assistant", "content": "b"}], **value}
+
+    assert infer_fields.infer([row(n, path) for n in range(4)]).of("reward") == []
+    assert [each.path for each in infer_fields.infer([row(n, "length_reward") for n in range(4)]).of("reward")]
+    assert not json_path.REWARD.search("generating")
+    assert json_path.REWARD.search("userRating")
+
+
+def test_names_are_whole_words():
+    names = ["session_id", "conversationId", "parent_run_id", "threadID", "episodes", "Conversation Completeness"]
+    names += ["session_score", "threading", "runtime_id", "trace_id", "dialogue"]
+    assert [infer_fields.is_session_name(f"meta.{name}") for name in names] == [True] * 5 + [False] * 4 + [True] * 2
+
+
+def test_records_that_cannot_be_read_give_no_guesses():
+    rows = [{"question_id": n // 2, "score": n % 2, "text": "a\nb", "session_id": n // 2} for n in range(8)]
+    assert infer_fields.infer([{**row, "turns": [["x"]]} for row in rows]).guesses == ()
+
+
+def test_an_order_is_only_offered_if_each_call_of_a_session_has_it():
+    rows = calls()
+    rows[0] = {"created_at": "2026-11-01T12:00:00", **rows[0]}
+    assert infer_fields.infer(rows).of("session")[0].also == (("order", "started"),)
 
 
 def test_booleans_and_numbers_as_text_are_found():

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import tracegrad as tg
 from messages import user, written
 from tracegrad.cli import main
+from tracegrad.data import infer_fields
 from tracegrad.doctor import diagnose
 from tracegrad.doctor.next_command import comparison_flags
 
@@ -72,6 +74,18 @@ def test_the_commands_that_are_printed_for_a_file_work(name, tmp_path, monkeypat
     found = {finding["name"]: finding for finding in result["findings"]}
     lines = " ".join(result["found"])
     assert "wrong_tokenizer" in found or "equal_rewards" in found or "every reward is" in lines, (name, command)
+
+
+@pytest.mark.parametrize("name", files())
+def test_each_flag_that_is_printed_for_a_file_reads_as_many_records_as_before(name):
+    guesses = infer_fields.infer(TESTS / name, names=("reward", "group", "session", "sampling"))
+    before = tg.read(TESTS / name, on_error="skip").read_report.bad if guesses.guesses else 0
+    for guess in guesses.guesses:
+        paths = {guess.field: guess.path, **dict(guess.also)}
+        if "records without a call have" in guess.evidence:  # Of a conversation with the same session.
+            session = guesses.of("session")[0]
+            paths |= {"session": session.path, **dict(session.also)}
+        assert tg.read(TESTS / name, on_error="skip", map=paths).read_report.bad <= before, guess.line()
 
 
 BATCH, ZERO, ALL = (

@@ -19,6 +19,7 @@ from tracegrad.data.batches import Batches, is_batch_line
 from tracegrad.data.field_map import BadValueError, parse_record, prompt_group
 from tracegrad.data.formats import (
     adapt,
+    core_reads,
     is_chunk,
     is_failed,
     is_reward_row,
@@ -33,8 +34,27 @@ from tracegrad.data.sources import resolve
 from tracegrad.data.trace import Trace
 from tracegrad.errors import TracegradError
 
-SESSION = re.compile(r"session|conversation|thread|dialog|chat_?id|trace_?id|rollout|episode|run_?id|parent", re.I)
+_ID_WORDS = r"(ids?|idx|index|key|uid|uuid|guid|name|number|num|no|nr|ref|hash|slug|handle|ts)"
+_SESSION = re.compile(
+    rf"(^|_)((session|conversation|thread|dialog(ue)?|rollout|episode|parent)s?(_?{_ID_WORDS}|_.*_{_ID_WORDS})?|"
+    rf"(chat|trace|run)s?_?{_ID_WORDS})$"
+)
+"""Names of sessions, in lower case with `_` between words: they end with the thing or with a word for its id."""
 _INSIDE = ("messages", "request", "response", "choices", "calls", "tools", "logprobs", "usage", "delta", "generation")
+
+
+def words_of(key: str) -> str:
+    """Return a key in lower case with `_` between its words.
+
+    >>> words_of("parentRunID"), words_of("Conversation Completeness [GEval]")
+    ('parent_run_id', 'conversation_completeness_geval')
+    """
+    return "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+", key)).lower()
+
+
+def is_session_name(path: str) -> bool:
+    """Return whether the last key of a path may name the session of a record."""
+    return bool(_SESSION.search(words_of(path.rpartition(".")[2])))
 
 
 def count_key(value: Any) -> str:
@@ -86,7 +106,7 @@ class CallStatistics:
             is_conversation = any(calls_of(each) is None for each in made)
             fields = {**(record if isinstance(record, dict) else {}), **made[0]}
             for path, value in itertools.islice(json_path.leaves(without_conversation(fields)), json_path.MAX_LEAVES):
-                if value is not None and SESSION.search(path.rpartition(".")[2]):
+                if value is not None and is_session_name(path):
                     self._count_value(path, count_key(value), prompt, is_conversation)
 
     def _count_value(self, path: str, value: str, prompt: bytes | None, is_conversation: bool) -> None:
@@ -204,6 +224,15 @@ _NEVER = re.compile(
     r"\bn$|^choice$|version|port|^status(_code)?$|^state$|_reason$|elapsed|_ms$|_s$|bytes|count|\bid$|_id$|length|size|step|turn",
     re.I,
 )
+
+
+_REWARD_WORDS = re.compile(r"(^|_)(rewards?|scores?|ratings?|grades?|accuracy|correct|correctness|success)$")
+"""Last words of names of rewards, whatever comes before them."""
+_MEASURED = re.compile(
+    r"(^|_)(tokens?|latency|duration|elapsed|seconds|ms|costs?|prices?|usage|budget|perturbations?|settings?|config|"
+    r"configuration|options?|params|parameters|args|kwargs|arguments|limits?|temperature|top_[pkn]|seed|penalty|timeout)(_|$)"
+)
+"""Words in names of settings and measurements, in lower case with `_` between words."""
 
 
 @dataclass
@@ -348,6 +377,8 @@ def infer(source: Any, field_map: FieldMap | None = None, names: Sequence[str] =
             graded_records += is_graded
             _count(other_columns, record, 1, names)
             _link(linked, record)
+        if converted is None and wants_tokens and isinstance(record, dict):
+            tokens.add(record, record)  # With the right lists, the record may be read.
         if not converted or is_graded:
             continue
         call_records += len(converted)
@@ -537,7 +568,7 @@ def _link(linked: dict[str, set[str]], record: dict[str, Any]) -> None:
     ids = [path for path, _ in leaves if _ROW_ID.search(path.rpartition(".")[2])]
     if any(json_path.REWARD.search(path) and json_path.reward_value(value) is not None for path, value in leaves):
         for path, value in leaves:
-            is_session = SESSION.search(path.rpartition(".")[2])
+            is_session = is_session_name(path)
             is_long = isinstance(value, str) and len(value) >= _MIN_ID_LENGTH
             if value is not None and (is_session or is_long or ids == [path]):
                 linked.setdefault(path, set()).add(count_key(value))
@@ -573,7 +604,7 @@ def _rewards_of_other_records(
     shared_keys = [
         each
         for each in shared_keys
-        if SESSION.search(each) or other_columns[each].count <= 1.2 * len(other_columns[each].values)
+        if is_session_name(each) or other_columns[each].count <= 1.2 * len(other_columns[each].values)
     ]
     if not all_graded:
         shared_keys = [path for path in shared_keys if columns[path].values.keys() <= other_columns[path].values.keys()]
@@ -589,7 +620,7 @@ def _rewards_of_other_records(
     sessions[:] = [replace(each, rank=each.rank + (each.path in best_keys)) for each in sessions]
     if not any(each.path in best_keys for each in sessions):
         evidence = f'{columns[path].count:,} calls share "{path}" with records without a call'
-        yield Candidate("session", path, evidence, 2.5, _order_of(columns))
+        yield Candidate("session", path, evidence, 2.5, _order_of(columns, columns[path].count))
     for each in rewards:
         evidence = each.evidence.replace(" records have", " records without a call have")
         yield replace(each, evidence=evidence, rank=each.rank / 10)
@@ -598,13 +629,13 @@ def _rewards_of_other_records(
 def _may_be_wanted(path: str, wanted: Sequence[str]) -> bool:
     """Return whether the last key of a path may name a group, a session, an order or a sampling option in `wanted`."""
     last = path.rpartition(".")[2]
-    is_session_or_order = "session" in wanted and (SESSION.search(last) or _ORDER.search(last))
+    is_session_or_order = "session" in wanted and (is_session_name(last) or _ORDER.search(last))
     is_sampling = "sampling" in wanted and (TEMPERATURE.search(last) or last in chat.SAMPLING)
     return bool(is_session_or_order or is_sampling or ("group" in wanted and _GROUP.search(last)))
 
 
 def _converted(record: Any, roots: bool) -> list[dict[str, Any]] | None:
-    """Return the records that the reader makes of a record; None for a chunk, a bad record or a failed call."""
+    """Return the records that the reader makes of a record; None for a chunk, an unread record or a failed call."""
     if is_chunk(record):
         return None
     try:
@@ -612,8 +643,10 @@ def _converted(record: Any, roots: bool) -> list[dict[str, Any]] | None:
     except BadValueError:
         return None  # The reader reports the error.
     if converted is None:
-        return [record] if isinstance(record, dict) else None
-    return [each for each in converted if not is_failed(each)] or (None if converted else converted)
+        return [record] if isinstance(record, dict) and core_reads(record) else None
+    return [each for each in converted if not is_failed(each) and core_reads(each)] or (
+        None if converted else converted
+    )
 
 
 def _parts(record: Any, converted: list[dict[str, Any]]) -> Iterator[tuple[int, int | None, dict[str, Any]]]:
@@ -685,6 +718,8 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
     for path, column in columns.items():
         partial = column.count < count
         if path.endswith("\0"):
+            if _is_no_reward(path[:-1]):
+                continue
             evidence = f'{column.count:,} of {count:,} records have an object "{path[:-1]}" of numbers'
             yield Candidate("reward", path[:-1], evidence, 2.5 * column.count / count, partial=partial)
             continue
@@ -698,7 +733,7 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
             column.high > 1 or not json_path.REWARD.search(last)
         ):  # The index of an answer.
             continue
-        if (_NEVER.search(last) and not json_path.REWARD.search(last)) or not (is_reward_path or bounded):
+        if not (is_reward_path or bounded) or _is_no_reward(path):
             continue
         kind = column.kinds.most_common(1)[0][0]
         evidence = (
@@ -708,6 +743,17 @@ def _rewards(columns: dict[str, _Column], count: int) -> Iterator[Candidate]:
         name_bonus = 0.5 * bool(json_path.REWARD.search(last)) + 0.25 * bool(_TOTAL.search(last)) - (last == "weight")
         rank = (2 * is_reward_path + bounded + name_bonus + 0.5) * column.count / count
         yield Candidate("reward", path, evidence, rank, partial=partial)
+
+
+def _is_no_reward(path: str) -> bool:
+    """Return whether a path names a setting or a measurement, such as a price or a count of tokens, and no reward."""
+    *parents, last = path.split(".")
+    words = words_of(last)
+    if _REWARD_WORDS.search(words):
+        return False
+    names = [*map(words_of, parents), words]
+    is_measurement = any(_MEASURED.search(name) for name in names)
+    return is_measurement or bool(_NEVER.search(last) and not json_path.REWARD.search(last))
 
 
 def _word_values(column: _Column) -> str:
@@ -823,25 +869,35 @@ def _sessions(columns: dict[str, _Column], count: int, calls: CallStatistics) ->
     if calls.joined:
         evidence = f"{calls.joined:,} of {calls.calls:,} calls go on an earlier one"
         yield Candidate("session", "prefix", evidence, 1.0)
-    order = _order_of(columns)
     for path, column in columns.items():
         last, distinct = path.rpartition(".")[2], len(column.values)
         is_selective = 1 < distinct <= column.count / 1.2 and column.count <= MOST_CALLS * distinct
         has_session_name = bool(_SESSION_NAME.search(last))
         if not (
-            calls.calls and is_selective and SESSION.search(last) and (has_session_name or calls.joined)
+            calls.calls and is_selective and is_session_name(path) and (has_session_name or calls.joined)
         ) or calls.names_prompts(path):
             continue
         if not calls.joins(path, column.values):
             continue
         note = "" if calls.joined else ", though no call goes on another"
         evidence = f'{column.count:,} of {count:,} calls have "{path}", of {distinct:,} values{note}'
-        yield Candidate("session", path, evidence, (2 if has_session_name else 1.2) * column.count / count, order)
+        yield Candidate(
+            "session",
+            path,
+            evidence,
+            (2 if has_session_name else 1.2) * column.count / count,
+            _order_of(columns, column.count),
+        )
 
 
-def _order_of(columns: dict[str, _Column]) -> tuple[tuple[str, str], ...]:
-    """Return ("order", path) of the first path whose values are mostly distinct numbers or times, if there is one."""
+def _order_of(columns: dict[str, _Column], count: int) -> tuple[tuple[str, str], ...]:
+    """Return ("order", path) of the first path whose values are mostly distinct numbers or times, if there is one.
+
+    At least `count` records have it, those with a session: a call without its order is a bad record.
+    """
     for path, column in columns.items():
+        if column.count < count:
+            continue
         last, sample = path.rpartition(".")[2], itertools.islice(column.values, 50)
         if not _ORDER.search(last) or _NO_ORDER.search(last) or len(column.values) * 2 < column.count:
             continue

@@ -9,9 +9,11 @@ from typing import Any
 
 DEEPEST = 8
 MAX_LEAVES = 4096
+_WORD_START = r"(?:(?<![a-z])|(?=(?-i:[A-Z])))"
 REWARD = re.compile(
-    r"reward|score|success|correct|pass(ed)?$|resolved|solved|rating|grade|feedback|thumb|label|accuracy|quality|\bvalue$|"
-    r"verdict|outcome|\bvotes?$|vote$|\bstars?$|\bpoints?$|helpful|preference|overall|\btotal$|\bweight$|"
+    rf"reward|(?<!under)score|{_WORD_START}(success|correct|resolved|solved|rating|grade|feedback|thumb|label|accuracy|"
+    r"quality|verdict|outcome|helpful|preference|overall)|"
+    r"pass(ed)?$|\bvalue$|\bvotes?$|vote$|\bstars?$|\bpoints?$|\btotal$|\bweight$|"
     # The same in Spanish, French, German, Italian, Polish, Russian, Chinese, Japanese and Korean.
     r"recompensa|puntuaci|calificaci|r[eé]compense|belohnung|bewertung|ricompensa|punteggio|nagroda|ocena|награда|оценка|"
     r"奖励|得分|评分|分数|報酬|スコア|評価|보상|점수",

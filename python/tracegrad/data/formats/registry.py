@@ -262,6 +262,17 @@ def _core_reads(record: Any) -> bool:
     return _standing(record)[0] != UNREAD
 
 
+def core_reads(record: Any) -> bool:
+    """Return whether the core reads a record, also without a sampled turn, and apart from what a field map replaces."""
+    if _is_plain(record):
+        return True
+    try:
+        _core.Traces.decode([to_json(chat.without(record, "reward", "rewards", "group", "id"))], "<record>", 1, "auto")
+    except FormatError:
+        return False
+    return True
+
+
 def adapt(record: Any, roots: bool = False) -> list[dict[str, Any]] | None:
     """Convert a record to records that the core reads; None if it needs no conversion.
 
