@@ -237,3 +237,19 @@ def test_a_bar_is_one_line_on_a_terminal_and_plain_lines_elsewhere():
 def test_a_file_in_a_known_form_does_not_pass_through_python(folder, monkeypatch):
     monkeypatch.setattr("tracegrad.data.reader.InputStream._made", None)
     assert len(tg.read(folder)) == 7
+
+
+def test_hidden_files_of_a_folder_are_counted_and_named(tmp_path):
+    for name in (".aider.llm.history", ".b.jsonl"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(
+        tg.TracegradError, match=r"TG-DATA-037.*2 hidden files, which are.*\(\.aider\.llm\.history, \.b\."
+    ):
+        tg.read(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}))
+    stream = tg.stream(tmp_path)
+    assert sum(map(len, stream)) == 1
+    assert (
+        "2 hidden files are left out (.aider.llm.history, .b.jsonl): name those that you want to read"
+        in stream.lines()[0]
+    )

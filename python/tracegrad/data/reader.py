@@ -126,6 +126,7 @@ class StreamCounts:
 
     Args:
         empty: number of empty files, which are left out.
+        hidden: names of files of folders that are left out because they begin with a dot.
         files_without_calls: number of files without a record of a call.
         first_bare: error of the first of these files.
         traces_without_prompt: number of traces without a prompt, if traces are grouped by prompt.
@@ -137,6 +138,7 @@ class StreamCounts:
     """
 
     empty: int = 0
+    hidden: list[str] = field(default_factory=list)
     files_without_calls: int = 0
     first_bare: str | None = None
     traces_without_prompt: int = 0
@@ -175,6 +177,7 @@ class StreamCounts:
         promptless_line = f"map      group: {self.traces_without_prompt:,} traces have no prompt and are alone"
         return [
             *([f"         {self.empty:,} empty files are left out"] if self.empty else []),
+            *([f"         {_hidden(self.hidden)}"] if self.hidden else []),
             *(
                 [
                     f"         {self.files_without_calls:,} files without a record of a call are left out, "
@@ -189,6 +192,12 @@ class StreamCounts:
             *self.sessions,
             *([promptless_line] if self.traces_without_prompt else []),
         ]
+
+
+def _hidden(names: Sequence[str]) -> str:
+    """Describe the hidden files of folders."""
+    shown = ", ".join(sorted({os.path.basename(name) for name in names})[:3])
+    return f"{len(names):,} hidden files are left out ({shown}): name those that you want to read"
 
 
 def mapper_counts(mapper: Mapper) -> dict[str, Any]:
@@ -226,6 +235,7 @@ def add_tallies(tallies: Sequence[StreamCounts], told: FieldMap) -> StreamCounts
             total.empty + tally.empty,
             total.files_without_calls + tally.files_without_calls,
         )
+        total.hidden += tally.hidden
         total.traces_without_prompt += tally.traces_without_prompt
         total.first_bare = total.first_bare or tally.first_bare
         total.adapted = _added_counts(total.adapted, tally.adapted)
@@ -350,6 +360,7 @@ class InputStream(Iterator[Traces]):
         self._retry: RetryWithAdapters | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._places, self._object = resolve(source)
+        self._hidden = [name for place in self._places if place.start == 0 for name in place.hidden]
         non_empty = without_empty_files(self._places)
         self._empty_files, self._places = len(self._places) - len(non_empty), non_empty
         self._check_quarantine()
@@ -394,6 +405,7 @@ class InputStream(Iterator[Traces]):
         """Return the counts of mapped, joined and converted records."""
         return StreamCounts(
             empty=self._empty_files,
+            hidden=self._hidden,
             files_without_calls=len(self._bare_errors),
             first_bare=str(self._bare_errors[0]) if self._bare_errors else None,
             traces_without_prompt=self._promptless,

@@ -14,7 +14,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,8 @@ class Place:
         start, end: range of bytes to read, if the file is split between records. An `end` of 0 means the complete file.
         line: number of the line at `start`.
         number: from 1, among the places whose paths are equal once their secrets are removed.
+        hidden: paths of the files of its folder that are not read because their names begin with a dot. The first place
+            of a folder has them.
     """
 
     kind: str
@@ -226,6 +228,7 @@ class Place:
     end: int = 0
     line: int = 1
     number: int = 1
+    hidden: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -335,26 +338,33 @@ def _folder(folder: Path) -> list[Place]:
             f"TG-DATA-036: {folder} contains prepared shards, which are aligned already. Pass this folder "
             "only to train, or pass the files of traces."
         )
-    paths, others = [], set()
+    paths, hidden, others = [], [], set()
     for root, folders, files in os.walk(folder):
         folders[:] = sorted((name for name in folders if not name.startswith(".")), key=natural_sort_key)
         if is_session := session_files.is_event_folder(files):
             paths.append(root)
         for file in sorted(files, key=natural_sort_key):
             path = os.path.join(root, file)
-            if file.startswith(".") or _is_quarantine(file) or is_session:
+            if file.startswith("."):
+                hidden.append(path)
+                continue
+            if _is_quarantine(file) or is_session:
                 continue
             if suffix(file) in SUFFIXES:
                 paths.append(path)
             else:
                 others.add(suffix(file) or file)
     if not paths:
-        content = f"it holds {', '.join(sorted(others)[:5])}" if others else "it is empty"
+        names = ", ".join(sorted({os.path.basename(path) for path in hidden})[:5])
+        parts = [", ".join(sorted(others)[:5])] if others else []
+        parts += [f"{len(hidden):,} hidden files, which are read only if you name them ({names})"] if hidden else []
+        content = f"it holds {' and '.join(parts)}" if parts else "it is empty"
         raise ReadError(
             f"TG-DATA-037: {folder}: {content}. No traces can be read. Name the files themselves; of a folder "
             f"are read: {', '.join(SUFFIXES)}, also as .gz or .zst."
         )
-    return [_place_in_folder(path) for path in paths]
+    first, *rest = map(_place_in_folder, paths)
+    return [replace(first, hidden=tuple(hidden)), *rest]
 
 
 def _place_in_folder(path: str) -> Place:
