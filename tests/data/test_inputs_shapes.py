@@ -102,6 +102,35 @@ def test_a_request_in_two_places_counts_once_and_different_ones_are_refused():
             tg.read([{"first": sent, "kept": {"inner": other}, "back": response}])
 
 
+HARNESSES = [
+    (
+        {"event_id": 0, "type": "sampling", "data": {"prompt": [user("q")], "sampled": ["4"]}},
+        "an event of OpenAI's evals",
+    ),
+    ({"adapter_spec": {"method": "g"}, "request_states": [{"request": {"prompt": "q"}}]}, "a scenario state of HELM"),
+    ({"question_id": 1, "model_id": "m", "choices": [{"index": 0, "turns": ["4"]}]}, "answers of MT-Bench"),
+    ({"question_id": 1, "judge": ["j"], "user_prompt": "q", "judgment": "[[5]]", "score": 5}, "a judgment of MT-Bench"),
+    ({"instruction": "q", "output_1": "4", "output_2": "5", "preference": 1.5}, "a comparison of alpaca_eval"),
+]
+BESIDE = [
+    {"spec": {"eval_name": "sums.dev.v0", "run_id": "r"}},
+    {"final_report": {"score": 0.5}, "run_id": "r"},
+    {"scenario_spec": {"a": 1}, "adapter_spec": {"a": 1}, "metric_specs": [{"a": 1}]},
+    {"name": "sums", "description": "d", "tags": ["a"], "definition_path": "p"},
+    {"name": {"name": "exact_match"}, "count": 1, "sum_squared": 0, "mean": 0.5},
+    {"instance_id": "id4", "train_trial_index": 0, "stats": [{"name": {"name": "exact_match"}}]},
+    {"question_id": 1, "category": "stem", "turns": ["q"]},
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), HARNESSES)
+def test_records_of_harnesses_that_are_not_read_say_what_they_are(record, reason):
+    with pytest.raises(FormatError, match=f"TG-DATA-043.*it is {reason}.*It is not read"):
+        tg.read([record])
+    [trace] = tg.read([*BESIDE, {"prompt": "q", "response": "4"}])
+    assert trace.messages[-1]["content"] == "4"
+
+
 def test_lines_of_an_array_and_rewards_as_text_are_explained(tmp_path):
     line = json.dumps({"prompt": "2+2?", "response": "4"})
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{line},\r\n{line} ,\r\n".encode())

@@ -1,7 +1,10 @@
 """Convert reports of garak and details of lighteval: one trace for each generation of a prompt, as text.
 
+Records of OpenAI's evals, HELM, MT-Bench and alpaca_eval are recognized and refused, with the reason.
+
 Source: garak 0.17.1 `attempt.py` (lines of `*.report.jsonl`; a detector's score of 1 is a successful attack); lighteval
-0.13 `logging/info_loggers.py` (Detail: rows of `details/**/*.parquet`) and `models/model_output.py`.
+0.13 `logging/info_loggers.py` (Detail: rows of `details/**/*.parquet`) and `models/model_output.py`; evals 3.0
+`record.py`, crfm-helm 0.5 `scenario_state.py`, fschat 0.2 `gen_model_answer.py` and `gen_judgment.py`, alpaca_eval 0.6.
 """
 
 from collections.abc import Mapping
@@ -102,3 +105,64 @@ def of_lighteval(record: Any) -> list[dict[str, Any]] | None:
         shared |= {"metric": None} if len(texts) > 1 else {}  # It must not be mapped as the reward of each text.
         converted.append({**shared, "messages": [*prompt, {"role": "assistant", "content": text}]})
     return converted
+
+
+_CONVERT = "Write lines such as {}, and check the result"
+_UNREAD: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("event_id", "data.prompt", "data.sampled"),
+        "an event of OpenAI's evals: the prompt is in data.prompt, the answer in data.sampled. Calls of a judge "
+        "have the same form and differ only in data.model",
+        _CONVERT.format('{"prompt": data.prompt, "response": data.sampled[0]} of the events of your model'),
+    ),
+    (
+        ("adapter_spec", "request_states"),
+        "a scenario state of HELM: prompts are in request_states[].request.prompt, answers in result.completions[]. It "
+        "does not say if a prompt was sent as a text or as a message of the user",
+        _CONVERT.format('{"messages": [{"role": "user", "content": prompt}], "response": text} if it was a message'),
+    ),
+    (
+        ("question_id", "model_id", "choices"),
+        "answers of MT-Bench: choices[].turns are the answers to the turns of question.jsonl with this question_id",
+        _CONVERT.format('{"messages": [question, answer, question, answer], "group": question_id}'),
+    ),
+    (
+        ("question_id", "judge", "judgment"),
+        "a judgment of MT-Bench: the prompt and answer in it are those of the judge, and not of the judged model",
+        "Take its score as the reward of the answer with this question_id and turn",
+    ),
+    (
+        ("instruction", "output_1", "output_2", "preference"),
+        "a comparison of alpaca_eval: output_2 is the answer of generator_2 to instruction, output_1 that of another "
+        "model, and preference (1 to 2) is the judge's",
+        _CONVERT.format('{"prompt": instruction, "response": output_2, "reward": preference - 1}'),
+    ),
+)
+"""Records of evaluations that are not read: (paths that they have, what they are, what to do)."""
+
+
+_WITHOUT_CALL = (
+    *(("spec.eval_name", "spec.run_id"), ("final_report", "run_id")),
+    *(("scenario_spec", "adapter_spec", "metric_specs"), ("definition_path", "description", "tags")),
+    *(("name.name", "count", "sum_squared"), ("instance_id", "train_trial_index", "stats")),
+    ("question_id", "category", "turns"),
+)
+"""Paths of other records of evals, HELM and MT-Bench: settings, statistics and questions."""
+
+
+def of_harness(record: Any) -> list[dict[str, Any]] | None:
+    """Return no records for the settings, statistics and questions of a harness; None for records of others.
+
+    Raises:
+        BadValueError: for a record whose calls cannot be told from others, with what it is and how to convert it.
+    """
+    if not isinstance(record, Mapping):
+        return None
+    for paths, description, fix in _UNREAD:
+        if _has_all(record, paths):
+            raise BadValueError((f"it is {description}", "It is not read", fix))
+    return [] if any(_has_all(record, paths) for paths in _WITHOUT_CALL) else None
+
+
+def _has_all(record: Mapping[str, Any], paths: tuple[str, ...]) -> bool:
+    return all(chat.get_path(record, path) is not None for path in paths)

@@ -140,6 +140,7 @@ ADAPTERS = (
     Adapter("span", generic.of_span, weak=True),
     Adapter(EXPORT_ADAPTER, _of_export, weak=True),
     Adapter("parent_row", generic.of_parent_row, weak=True),
+    Adapter("parent_row", evaluations.of_harness, weak=True, finds_separate_answer=True),
     Adapter("nested_call", generic.refuse_ambiguous, weak=True, finds_separate_answer=True),
     Adapter(record_fields.FAILED, openai_calls.of_prompt, weak=True),
 )
