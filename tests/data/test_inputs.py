@@ -242,6 +242,7 @@ def test_a_file_in_a_known_form_does_not_pass_through_python(folder, monkeypatch
 def test_hidden_files_of_a_folder_are_counted_and_named(tmp_path):
     for name in (".aider.llm.history", ".b.jsonl"):
         (tmp_path / name).write_text("x")
+    (tmp_path / ".lock").touch()
     with pytest.raises(
         tg.TracegradError, match=r"TG-DATA-037.*2 hidden files, which are.*\(\.aider\.llm\.history, \.b\."
     ):

@@ -346,7 +346,7 @@ def _folder(folder: Path) -> list[Place]:
         for file in sorted(files, key=natural_sort_key):
             path = os.path.join(root, file)
             if file.startswith("."):
-                hidden.append(path)
+                hidden += [] if _is_empty(Place("file", path)) else [path]  # Locks are empty.
                 continue
             if _is_quarantine(file) or is_session:
                 continue
