@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer as it plays: its generation, rewards and advantages; any objective of ours as its loss.
+"""TRL's GRPOTrainer with its own generation, rewards and advantages, and any objective of ours as its loss.
 
 python examples/trainers/grpo_trainer_live.py examples/quickstart/model --steps 4
 python examples/trainers/grpo_trainer_live.py MODEL --vllm    # TRL's own vLLM, whose logprobs the objective then weighs

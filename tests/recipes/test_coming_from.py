@@ -317,7 +317,7 @@ def test_a_run_like_each_peers_defaults_takes_its_steps(example, group, tmp_path
     assert lines[0].startswith(f"recipe   {peer}:{file}: {'' if peer in ('skyrl', 'art') else 'objective = '}")
     assert len(lines[0]) < 500
     assert all(f"         {line}" in lines for line in str(recipe.objective).splitlines())
-    assert "trained  1 steps" in said
+    assert "trained  1 step" in said
     out = tmp_path / "out"
     header = (out / "config.toml").read_text().split("\n\n")[0].splitlines()
     notes = [f"recipe {peer}:{file}", *recipe.import_notes]

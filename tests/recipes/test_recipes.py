@@ -137,5 +137,5 @@ def test_every_recipe_takes_a_step_on_the_example(example, group, tmp_path, caps
     assert main(["train", *places, "--recipe", name, "--data.holdout", "0"]) == 0
     said = capsys.readouterr().out
     assert f"recipe   {name}: " in said
-    assert "trained  1 steps" in said
+    assert "trained  1 step" in said
     assert "otherwise" not in said

@@ -384,7 +384,7 @@ def check_media(data: Sequences | Dataset, model: Any) -> list[str]:
     affected = [trace for part in (source.parts() if media else ()) for trace in _traces_after_media(part, media)]
     if affected:
         raise ArgumentError(
-            f"TG-TRAIN-063: {len(affected)} of {source.catalog.traces} traces, '{affected[0]}' first, are trained "
+            f"TG-TRAIN-063: {len(affected):,} of {source.catalog.traces:,} traces, '{affected[0]}' first, are trained "
             f"after an image, video or audio. {type(model).__name__} would run without its encoder for these media, "
             "so logprobs would be wrong by nats. Leave these traces out."
         )

@@ -74,9 +74,8 @@ def filter_traces(rewards: Floats, catalog: TraceTable, candidates: Flags, optio
     remaining, notes, default = candidates.copy(), [], Filter()
     for name, dropped in rejected.items():
         if getattr(options, name) != getattr(default, name):
-            notes.append(
-                f"{int((remaining & dropped).sum())} of {int(remaining.sum())} traces are left out by filter.{name}."
-            )
+            left_out = f"{int((remaining & dropped).sum()):,} of {int(remaining.sum()):,}"
+            notes.append(f"{left_out} traces are left out by filter.{name}.")
             remaining &= ~dropped
     return remaining, notes
 
@@ -124,22 +123,22 @@ def describe_masked(rewards: Floats, source: Dataset, taken: Flags, options: Fil
     truncated_count, even, notes = int(truncated_traces.sum()), int((masked_traces & ~truncated_traces).sum()), []
     if truncated_count:
         notes.append(
-            f"{truncated_count} of {int(trainable.sum())} traces are truncated and masked (filter.mask_truncated)."
+            f"{truncated_count:,} of {int(trainable.sum()):,} traces are truncated and masked (filter.mask_truncated)."
         )
     if even:
         notes.append(
-            f"{even} traces are masked because all rewards of their group are equal (filter.mask_zero_std_groups)."
+            f"{even:,} traces are masked because all rewards of their group are equal (filter.mask_zero_std_groups)."
         )
     if (trainable & ~masked_traces).any():
         return notes, ""
     if not even:
         return notes, (
-            f"all {truncated_count} traces are truncated, and filter.mask_truncated masks them. There is "
+            f"all {truncated_count:,} traces are truncated, and filter.mask_truncated masks them. There is "
             f"nothing to learn. "
             "Record with a higher token limit, or leave filter.mask_truncated out."
         )
     return notes, (
-        f"rewards do not differ within any group, and filter.mask_zero_std_groups masks {even} traces. There is "
+        f"rewards do not differ within any group, and filter.mask_zero_std_groups masks {even:,} traces. There is "
         f"nothing "
         "to learn. Leave filter.mask_zero_std_groups out, or pass traces whose rewards differ within a group."
     )
@@ -161,7 +160,7 @@ def _check_endings_known(source: Dataset, traces: Flags, option: str, consequenc
     if len(unknown):
         name = source.trace_name(int(unknown[0]))
         raise ArgumentError(
-            f"TG-TRAIN-071: the end of trace '{name}' and {len(unknown) - 1} more is unknown: the last generation "
+            f"TG-TRAIN-071: the end of trace '{name}' and {len(unknown) - 1:,} more is unknown: the last generation "
             "has neither a finish_reason nor a stop token, or was prepared by an older version. Truncated traces "
             f"{consequence}. Record finish_reason, prepare again, or leave {option} out."
         )
@@ -480,7 +479,7 @@ class TrainingData:
             )
         if even:
             notes.append(
-                f"{even} traces are left out because all rewards of their group are equal "
+                f"{even:,} traces are left out because all rewards of their group are equal "
                 f"(filter.drop_zero_std_groups)."
             )
         mask_notes, reason = describe_masked(rewards, source, feed.count_eligible, config.filter)
@@ -710,7 +709,7 @@ def _nothing_to_learn(
             "nothing to learn from the others. Set data.holdout 0, or pass more groups."
         )
     return NothingToLearn(
-        f"TG-TRAIN-079: all {int(used.sum())} advantages are 0: rewards do not differ within any group. There is "
+        f"TG-TRAIN-079: all {int(used.sum()):,} advantages are 0: rewards do not differ within any group. There is "
         "nothing to learn. Pass traces whose rewards differ within a group, or compare all traces: "
         "advantage.baseline batch_mean."
     )

@@ -113,15 +113,15 @@ def check_ratios(data: Sequences | Dataset, objective: Objective, config: Config
     dropped = config.data.on_error != "raise" and not config.data.text_only
     if len(foreign) and not dropped:
         raise ArgumentError(
-            f"TG-TRAIN-089: {len(foreign)} of {catalog.traces} traces, '{source.trace_name(int(foreign[0]))}' first, "
-            "contain text without logprobs, or text of another model or tokenizer (level T6). The ratio to this policy "
-            f"is unknown. Train on such text with {TEXT_TRAINS}, or leave such turns out with "
+            f"TG-TRAIN-089: {len(foreign):,} of {catalog.traces:,} traces, '{source.trace_name(int(foreign[0]))}' "
+            "first, contain text without logprobs, or text of another model or tokenizer (level T6). The ratio to "
+            f"this policy is unknown. Train on such text with {TEXT_TRAINS}, or leave such turns out with "
             "data.on_error skip."
         )
     measured = np.flatnonzero(catalog.known > 0)
     if not len(measured):
         raise ArgumentError(
-            f"TG-TRAIN-090: none of {catalog.all_terms} trained tokens has a recorded logprob, so the ratio to the "
+            f"TG-TRAIN-090: none of {catalog.all_terms:,} trained tokens has a recorded logprob, so the ratio to the "
             "policy that sampled them is unknown. Train with objective TOPR_POSITIVE, which needs no ratio."
         )
     _check_kinds(source, measured, explicit=config.data.logprob_kind == "unknown")
@@ -138,7 +138,7 @@ def _check_sampling(source: Dataset, measured: NDArray[np.int64], accepted: bool
     bits = int(np.bitwise_or.reduce(catalog.reshaped[reshaped]))
     names, flag = ", ".join(options_on(bits)), f"--{ACCEPT.replace('_', '-')}"
     first = source.trace_name(int(reshaped[0]))
-    subject = f"{len(reshaped)} of {len(measured)} traces, '{first}' first, were sampled with {names}"
+    subject = f"{len(reshaped):,} of {len(measured):,} traces, '{first}' first, were sampled with {names}"
     if accepted:
         return [
             f"{subject}: with {flag}, their ratio is off by the kept mass S at each token. Records do not contain S."
@@ -160,7 +160,7 @@ def _check_kinds(source: Dataset, measured: NDArray[np.int64], *, explicit: bool
         temperature_note = "is not recorded" if np.isnan(temperature) else f"was {temperature:g}"
         name = source.trace_name(int(ambiguous[0]))
         raise ArgumentError(
-            f"TG-TRAIN-092: trace '{name}' and {len(ambiguous) - 1} more do not specify their kind of logprobs, and "
+            f"TG-TRAIN-092: trace '{name}' and {len(ambiguous) - 1:,} more do not specify their kind of logprobs, and "
             f"the temperature {temperature_note}. Logprobs before and after temperature differ, and the ratio "
             "would be wrong. Set data.logprob_kind raw (vLLM's default) or processed; or data.logprob_kind unknown to "
             "use them unchanged."
@@ -190,17 +190,21 @@ def _notes(catalog: TraceTable, measured: NDArray[np.int64], foreign: NDArray[np
     temperature = catalog.temperature[measured]
     if tempered := int((raw & ~np.isnan(temperature) & (temperature != 1.0)).sum()):
         notes.append(
-            f"{tempered} traces have raw logprobs and a sampling temperature other than 1: their ratio measures the "
+            f"{tempered:,} traces have raw logprobs and a sampling temperature other than 1: their ratio measures the "
             "mismatch and is not a sampling ratio."
         )
     if missing := catalog.all_terms - int(catalog.known.sum(dtype=np.int64)):
-        notes.append(f"{missing} of {catalog.all_terms} trained tokens have no logprob, neither recorded nor filled.")
+        notes.append(
+            f"{missing:,} of {catalog.all_terms:,} trained tokens have no logprob, neither recorded nor filled."
+        )
     if filled := int((catalog.alignment_level[measured] == FILLED).sum()):
-        notes.append(f"{filled} traces have logprobs that tracegrad fill measured afterwards (level T7), not recorded.")
+        notes.append(
+            f"{filled:,} traces have logprobs that tracegrad fill measured afterwards (level T7), not recorded."
+        )
     if len(foreign):
         empty = int((catalog.terms[foreign] == 0).sum())
         notes.append(
-            f"{len(foreign)} traces contain text without logprobs, or text of another model (level T6): such turns are "
-            f"left out, and {empty} traces have nothing else to train."
+            f"{len(foreign):,} traces contain text without logprobs, or text of another model (level T6): such turns "
+            f"are left out, and {empty:,} traces have nothing else to train."
         )
     return notes
