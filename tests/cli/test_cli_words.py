@@ -137,7 +137,7 @@ def test_a_config_gets_one_header(tmp_path, comment):
     path.write_text("train.epochs = 1\n")
     provenance.write_header(path, made_of)
     header, _, options = path.read_text().partition("\n\n")
-    assert header.splitlines() == ["# made of", "# model m sha256 0", "# tracegrad 1, commit None"]
+    assert header.splitlines() == ["# made of", "# model m sha256 0", "# tracegrad 1"]
     assert options == "train.epochs = 1\n"
     path.write_text(comment + path.read_text())
     before = path.read_text()

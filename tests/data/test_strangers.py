@@ -215,10 +215,10 @@ def test_the_only_group_that_differs_is_not_held_out(here, capsys):
     shutil.copy(FILES / "third" / "facts.eval", here)
     _, out, _ = typed(f"tracegrad doctor facts.eval --model {MODEL}", capsys)
     command = followed(out)
-    assert command.endswith("--data.holdout 0"), "one of two groups differs, and one is held out"
-    code, _, error = typed(command.removesuffix("--data.holdout 0"), capsys)
+    assert command.endswith("--text-only"), "of text nothing is held out"
+    code, _, error = typed(f"{command} --data.holdout 0.5", capsys)
     assert code == 1
-    assert "TG-TRAIN-078" in error
+    assert "TG-TRAIN-078" in error, "one of two groups differs, and one is held out"
 
 
 def test_what_another_model_said_is_text(here, capsys):
