@@ -98,6 +98,8 @@ def test_a_message_with_several_readings_is_refused(message, words):
         {"role": "assistant", "items": [{"content_type": "text", "text": "It is"}, {"kind": "text", "text": " 4."}]},
         {"role": "assistant", "parts": ["It is 4."], "text": "It is 4."},
         {"role": "assistant", "content": "", "value": "It is 4."},
+        {"role": "assistant", "message": "It is 4."},
+        {"role": "assistant", "content": [{"type": "text", "text": {"value": "It is 4.", "annotations": []}}]},
         {"role": "assistant", "content": None, "blocks": [{"block_type": "text", "text": "It is 4."}]},
     ],
 )
@@ -112,6 +114,7 @@ def test_text_under_another_key_is_the_content(message):
         ({"role": "user", "parts": ["a"], "text": "b"}, "parts"),
         ({"role": "user", "items": [{"type": "riddle", "text": "b"}]}, "items"),
         ({"role": "user", "wording": "b"}, "wording"),
+        ({"role": "user", "message": {"text": "b"}}, "message"),
         ({"role": "user", "content": None, "spoken": {"text": "b"}}, "spoken"),
     ],
 )
@@ -148,7 +151,7 @@ def test_calls_under_another_key_are_moved_only_if_their_place_is_known():
     assert not message_parts.needs_conversion({"role": "assistant", "content": "4", "tools": [schema]})
 
 
-@pytest.mark.parametrize("key", ["messages", "turns"])
+@pytest.mark.parametrize("key", ["messages", "turns", "history"])
 def test_a_prefix_next_to_the_conversation_is_in_front_of_it(key):
     talk = [ASK, {"role": "assistant", "content": "4"}]
     system = {"role": "system", "content": "Be brief."}
@@ -158,6 +161,7 @@ def test_a_prefix_next_to_the_conversation_is_in_front_of_it(key):
 
     whole = ["Be brief.", "2+2?", "4"]
     assert texts(system_prompt="Be brief.") == texts(instructions="Be brief.") == texts(prefix=[system]) == whole
+    assert texts(system_message=system) == whole
     assert texts(system="Be brief.", system_messages=[system]) == whole
     assert texts(examples=[ASK], instructions="2+2?") == whole[1:]
     with pytest.raises(

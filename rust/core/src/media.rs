@@ -108,7 +108,8 @@ fn no_text(part: &Value, deepest: usize) -> Option<&str> {
 pub fn unknown_part(part: &Value) -> Option<&str> {
     let fields = part.as_object().filter(|_| !is_handle(part))?;
     let kind = fields.get("type").and_then(Value::as_str)?;
-    Some(kind).filter(|kind| !is_text(kind) && !shows(kind, fields))
+    let has_text = !fields.get("text").is_some_and(Value::is_object);
+    Some(kind).filter(|kind| !(is_text(kind) && has_text || shows(kind, fields)))
 }
 
 fn is_not_empty(value: &Value) -> bool {

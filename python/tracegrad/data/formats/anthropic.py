@@ -37,7 +37,9 @@ def _has_blocks(message: Any) -> bool:
     content = chat.as_mapping(message).get("content")
     if chat.role(message) != "assistant" or not isinstance(content, list) or not content:
         return False
-    return all(chat.as_mapping(block).get("type") in _ASSISTANT_BLOCKS for block in content)
+    blocks = [chat.as_mapping(block) for block in content]
+    is_text = all(block.get("text") is None or isinstance(block["text"], str) for block in blocks)
+    return is_text and all(block.get("type") in _ASSISTANT_BLOCKS for block in blocks)
 
 
 def convert_message(message: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from tracegrad.data import chat
 from tracegrad.data.field_map import BadValueError
 
 NAME = "message_parts"
-_TEXT_KEYS = ("text", "value", "body", "utterance", "markdown")
+_TEXT_KEYS = ("text", "value", "body", "utterance", "markdown", "message")
 _RESULT_KEYS = ("output", "result")
 """Fields that contain the text of a message which has no content, and those of a tool's message."""
 _PART_KEYS = (
@@ -79,7 +79,8 @@ def needs_conversion(message: Any) -> bool:
         return False
     content = message.get("content")
     if isinstance(content, list):
-        return any(_part(part).kind in ("call", "result") for part in content)
+        is_object = any(isinstance(chat.as_mapping(part).get("text"), Mapping) for part in content)
+        return is_object or any(_part(part).kind in ("call", "result") for part in content)
     return _holder(message) is not None or _call_key(message) is not None
 
 
@@ -255,6 +256,7 @@ def _part(part: Any, kind: str | None = None) -> _Part:
     identity, tool = _first(fields, _IDS), _first(fields, _NAMES)
     if kind in ("text", "thought"):
         text = _first(fields, ("text", "thinking", "reasoning", "thought", "content", "value"))
+        text = text.get("value") if isinstance(text, Mapping) else text  # As in messages of OpenAI's Assistants.
         return _Part(kind, text) if isinstance(text, str) else _Part("other", part)
     if kind == "call":
         function = fields.get("function")

@@ -27,16 +27,17 @@ _OTHERS = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|rej
 
 
 def complete(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a record whose `messages` start with the system messages next to them; the same record if there are none.
+    """Return a record whose messages start with the system messages next to them; the same record if there are none.
 
     Raises:
         BadValueError: as `with_prefix`.
     """
-    messages = record.get("messages")
+    key = "messages" if "messages" in record else "history"  # The latter is SWE-agent's.
+    messages = record.get(key)
     if record.keys().isdisjoint(KEYS) or not record.keys().isdisjoint(_CALLS) or not chat.is_messages(messages):
         return record
-    longer = with_prefix([chat.pick(record, KEYS)], "messages", messages)
-    return record if longer is messages else {**record, "messages": longer}
+    longer = with_prefix([chat.pick(record, KEYS)], key, messages)
+    return record if longer is messages else {**record, key: longer}
 
 
 def with_prefix(
@@ -59,6 +60,9 @@ def with_prefix(
         for name, value in parent.items():
             if name in _STRINGS and isinstance(value, str) and value.strip():
                 prefixes.append((name, [{"role": "system", "content": value}]))
+            elif name in KEYS and isinstance(value, Mapping) and chat.role(value) in _SYSTEM:
+                system: list[dict[str, Any]] = [{**value}]
+                prefixes += [] if chat.prompt_key(system) in keys else [(name, system)]
             elif name != key and value is not original and chat.is_messages(value) and not _OTHERS.search(name):
                 missing = [each for each in value if chat.prompt_key([each]) not in keys]
                 if missing and not all(chat.role(each) in _SYSTEM for each in value):

@@ -41,6 +41,9 @@ impl Entry {
         if item.has("message") && !is_message {
             return Self::of_choice(item, outer);
         }
+        if is_message && item.has("message") && present(&item.fields, "content").is_none() {
+            return Err(unread::no_content("message"));
+        }
         let generation = item.take_object("generation")?;
         let is_sampled_kind =
             generation.is_some() || item.numbers.any_sampled() || role(&item.fields) == Some("assistant");

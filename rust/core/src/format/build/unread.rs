@@ -4,7 +4,7 @@
 //! fields and kinds of parts are compared in lower case and without `_`, `-` and `.`.
 
 use crate::format::fields::{Fields, get, present};
-use crate::format::rejection::{Decoded, Reason, reject};
+use crate::format::rejection::{Decoded, Reason, Rejection, reject};
 use crate::media::unknown_part;
 use serde_json::{Map, Value};
 
@@ -48,7 +48,10 @@ pub fn check(fields: &Fields) -> Decoded<()> {
             .why("It is not known whether the model saw or sampled it")
             .fix("Write it as a part of the type `text` if it is text, or remove it"));
     }
-    let is_result_list = |key: &str, value: &Value| value.is_array() && is_filled(value) && has(RESULTS, &normal(key));
+    let is_result_list = |key: &str, value: &Value| {
+        value.is_array() && is_filled(value) && has(RESULTS, &normal(key))
+            || key == "tool_calls" && get(fields, "content").is_some_and(is_filled) && has_result(value)
+    };
     if let Some((key, _)) = fields.iter().find(|(key, value)| is_result_list(key, value)) {
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-096", format!("it has results of tools under `{key}`"))
             .why("Chat templates read a result only as a message of the role `tool`")
@@ -67,12 +70,15 @@ pub fn check(fields: &Fields) -> Decoded<()> {
     let lacks_content = present(fields, "content").is_none();
     match fields.iter().find(|(key, value)| holds_text_of_message(key, value, has_calls, lacks_content)) {
         None => Ok(()),
-        Some((key, _)) => {
-            Err(reject(Reason::UnknownForm, "TG-FORMAT-092", format!("it has no content; its text may be in `{key}`"))
-                .why("The message would be read as an empty one")
-                .fix("Write the text as `content`"))
-        }
+        Some((key, _)) => Err(no_content(key)),
     }
+}
+
+/// Creates the rejection of a message without content that has text under another key.
+pub fn no_content(key: &str) -> Rejection {
+    reject(Reason::UnknownForm, "TG-FORMAT-092", format!("it has no content; its text may be in `{key}`"))
+        .why("The message would be read as an empty one")
+        .fix("Write the text as `content`")
 }
 
 /// Returns the name of a field or kind for comparison.
@@ -93,6 +99,12 @@ fn is_filled(value: &Value) -> bool {
         Value::Array(items) => !items.is_empty(),
         _ => true,
     }
+}
+
+/// Returns whether a call contains its result. The text next to it may have been sampled before or after it.
+fn has_result(calls: &Value) -> bool {
+    let mut calls = calls.as_array().into_iter().flatten().filter_map(Value::as_object);
+    calls.any(|call| ["result", "output"].iter().any(|key| present(call, key).is_some()))
 }
 
 /// Returns the parts of a content that is a list.
@@ -217,6 +229,8 @@ mod tests {
             json!({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "id": "a"}]}),
             json!({"role": "assistant", "content": [{"toolUse": {"name": "add"}}]}),
             json!({"role": "assistant", "content": "5", "tool_calls": [{"id": "a"}], "tool_results": ["4"]}),
+            json!({"role": "assistant", "content": "5", "tool_calls": [{"id": "a", "result": "4"}]}),
+            json!({"role": "assistant", "content": [{"type": "text", "text": {"value": "4"}}]}),
             json!({"role": "assistant", "content": [{"type": "hint", "hint": "x"}]}),
         ];
         for (message, name) in lost.iter().zip([
@@ -225,6 +239,8 @@ mod tests {
             "\"tool_result\"",
             "\"toolUse\"",
             "`tool_results`",
+            "`tool_calls`",
+            "kind \"text\"",
             "kind \"hint\"",
         ]) {
             assert!(code(message).contains(name), "{message}");

@@ -141,7 +141,8 @@ fn a_named_choice_is_the_one_used() {
 
 #[test]
 fn the_record_keeps_its_bytes() {
-    let record = br#"{"messages" : [ {"role":"user", "content": "?", "zz": NaN} ], "unknown": [1.50, "\u00e9"], "reward": NaN}"#;
+    let record =
+        br#"{"messages" : [ {"role":"user", "content": "?", "zz": NaN} ], "unknown": [1.50, "\u00e9"], "reward": NaN}"#;
     let trace = read(record).unwrap();
     assert_eq!(&*trace.record().expect("it is held"), record);
     assert_eq!(trace.reward, None);
