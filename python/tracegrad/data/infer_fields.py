@@ -47,7 +47,7 @@ def words_of(key: str) -> str:
     """Return a key in lower case with `_` between its words.
 
     >>> words_of("parentRunID"), words_of("Conversation Completeness [GEval]")
-    ('parent_run_id', 'conversation_completeness_geval')
+    ('parent_run_id', 'conversation_completeness_g_eval')
     """
     return "_".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[^\W\d_A-Z]+|\d+", key)).lower()
 

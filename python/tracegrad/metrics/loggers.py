@@ -151,9 +151,9 @@ class Progress:
         watch: stopwatch whose stages are reported if they take longer than 10 s, such as the old logprobs.
         clock: returns seconds.
 
-    >>> progress = Progress(total=2, stream=sys.stdout)
+    >>> progress = Progress(total=2, stream=sys.stdout, clock=lambda: 0.0)
     >>> progress.log({"step": 1, "loss": 0.5})
-    step 1/2  loss 0.5000
+    step 1/2  loss 0.5000  0 s left
     >>> progress.log({"step": 2, "loss": 0.25})
     step 2/2  loss 0.2500
     >>> progress.close()

@@ -241,7 +241,7 @@ def text_of(messages: Sequence[Mapping[str, Any]], role: str) -> str:
     >>> answer = [{"type": "text", "text": "4"}]
     >>> messages += [{"role": "tool", "content": "4"}, {"role": "assistant", "content": answer}]
     >>> text_of(messages, "user"), text_of(messages, "assistant")
-    ('2+2?', 'I add.\n\n4')
+    ('2+2?', 'I add.\\n\\n4')
     """
     texts = [_content_text(message.get("content")) for message in messages if message.get("role") == role]
     return "\n\n".join(filter(None, texts))

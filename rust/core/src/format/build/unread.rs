@@ -156,7 +156,7 @@ fn holds_text_of_message(key: &str, value: &Value, has_calls: bool, lacks_conten
     }
     let name = normal(key);
     let is_text = has(TEXT, &name);
-    if has_calls && !is_text || !is_text && is_label(&name, false) {
+    if !is_text && (has_calls || is_label(&name, false)) {
         return false;
     }
     let is_string_alone = lacks_content && value.is_string();
@@ -218,7 +218,9 @@ mod tests {
             json!({"role": "assistant", "content": "4", "parts": [{"type": "text", "text": "4"}]}),
             json!({"role": "assistant", "content": null, "parts": [], "agent": "planner", "created_at": "2026-01-01 a b"}),
         ];
-        empty.iter().for_each(|message| assert_eq!(code(message), "", "{message}"));
+        for message in &empty {
+            assert_eq!(code(message), "", "{message}");
+        }
     }
 
     #[test]
@@ -252,6 +254,8 @@ mod tests {
             json!({"role": "assistant", "content": [{"type": "text", "text": "a"}]}),
             json!({"role": "user", "content": ["a", {"text": "b"}, {"image": "x"}, {"type": "image_url"}]}),
         ];
-        others.iter().for_each(|message| assert_eq!(code(message), "", "{message}"));
+        for message in &others {
+            assert_eq!(code(message), "", "{message}");
+        }
     }
 }
