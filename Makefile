@@ -11,7 +11,7 @@ LOCK = $(UV) pip compile --quiet --upgrade --universal --python-version 3.11 --n
 # Tests run in processes of one thread each.
 TWO := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 # A process takes whole files, in the order of tests/conftest.py.
-SPREAD := -n 4 --dist loadfile --no-loadscope-reorder
+SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 ON_CPU := -m "not vllm and not gpu and not nightly" --ignore tests/parity tests
 RUST := Cargo.toml Cargo.lock $(shell find rust -type f)
 SOURCES := pyproject.toml README.md $(RUST) $(shell find python -name '*.py' -o -name '*.pyi')

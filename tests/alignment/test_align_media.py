@@ -30,7 +30,6 @@ MEDIA = [
     {"type": "file", "file": {"file_id": "f"}},
     {"type": "document", "source": {"type": "url", "url": "a.pdf"}},
     {"inlineData": {"mimeType": "image/png", "data": "AAAA"}},
-    {"type": "tool_result", "content": [{"type": "text", "text": "seen"}, {"type": "image"}]},
     {"type": "something_of_next_year"},
     7,
     [],

@@ -12,7 +12,7 @@ from tracegrad.data.codes import FILLED, LEVELS, TEXT_ONLY
 from tracegrad.data.sampling import options_on
 from tracegrad.doctor import diagnose
 from tracegrad.view.detail import of_trace
-from tracegrad.view.features import Codes, rows_of
+from tracegrad.view.features import Codes, Titles, rows_of
 from vocabulary import EXAMPLE, align, ids_of, load, reasons
 
 IDS = [81, 84, 2]  # "o", "r", <|im_end|>; the canonical ids of "or" are [361]
@@ -305,5 +305,5 @@ def test_the_doctor_counts_filled_turns_apart_and_tests_recorded_logprobs_only(t
 def test_view_shows_the_level_and_the_number_of_filled_logprobs(tokenizer):
     traces = tg.Traces.from_records([record(filled([-0.25, None, -1.0]))])
     assert dict(of_trace(traces[0]))["filled logprobs"] == "2, measured afterwards"
-    assert "level:T7" in rows_of(traces, 0, 0, Codes(), None)[0].tags
-    assert "level:T7" in rows_of(traces, 0, 0, Codes(), tokenizer)[0].tags
+    assert "level:T7" in rows_of(traces, 0, 0, Codes(), None, Titles())[0].tags
+    assert "level:T7" in rows_of(traces, 0, 0, Codes(), tokenizer, Titles())[0].tags

@@ -521,7 +521,7 @@ def test_invalid_arguments_and_records(model, tmp_path):
     for nats in (-1.0, float("nan")):
         with pytest.raises(ArgumentError, match="TG-FILL-003"):
             fill(source, model, out=tmp_path / "out.jsonl", max_text_uncertainty=nats)
-    source.write_text(json.dumps([{"role": "user", "content": "?"}, {"role": "assistant", "content": "4"}]) + "\n")
+    source.write_text('["?", "4"]\n')
     with pytest.raises(FormatError):
         fill(source, model, out=tmp_path / "out.jsonl", accept_undecided=True, temperature=1.0)
 

@@ -8,14 +8,14 @@ from tracegrad.doctor.trace_batch import Array, TraceBatch
 
 
 @check(
-    "images missing from the record, or audio or video before a turn",
+    "images missing from the record, or audio, video or unknown parts before a turn",
     wrong=0.0,
     impact="Token ids do not show the content of an image. A forward pass without the image returns logprobs that "
-    "are off by nats, and two images of one size have the same ids. Tokens after such an image, audio or video are "
-    "not trained.",
+    "are off by nats, and two images of one size have the same ids. Tokens after such an image, audio, video or a part "
+    "of an unknown kind are not trained.",
     fix="Record images by their bytes: a data URL, without `uuid`, of PNG, JPEG, WebP or GIF. tracegrad does not "
     "download addresses, and a server may use an older image for a `uuid`. Audio and video are not supported: remove "
-    "those traces.",
+    "those traces. A part of another kind is named in the line `found`: write it as `text` if the model saw text.",
     hides=("mismatches", "other_prompt"),
 )
 def media(look: TraceBatch) -> Hits:

@@ -104,12 +104,10 @@ fn no_text(part: &Value, deepest: usize) -> Option<&str> {
     }
 }
 
-/// Returns the type of a part of a content that is neither text, a call, nor any known medium.
-pub fn unknown_part(part: &Value) -> Option<&str> {
-    let fields = part.as_object().filter(|_| !is_handle(part))?;
-    let kind = fields.get("type").and_then(Value::as_str)?;
-    let has_text = !fields.get("text").is_some_and(Value::is_object);
-    Some(kind).filter(|kind| !(is_text(kind) && has_text || shows(kind, fields)))
+/// Returns the type of a text part of a content whose text is an object.
+pub fn object_as_text(part: &Value) -> Option<&str> {
+    let fields = part.as_object().filter(|fields| fields.get("text").is_some_and(Value::is_object))?;
+    fields.get("type").and_then(Value::as_str).filter(|kind| is_text(kind))
 }
 
 fn is_not_empty(value: &Value) -> bool {

@@ -5,7 +5,7 @@
 
 use crate::format::fields::{Fields, get, present};
 use crate::format::rejection::{Decoded, Reason, Rejection, reject};
-use crate::media::unknown_part;
+use crate::media::object_as_text;
 use serde_json::{Map, Value};
 
 /// Names of fields that contain the text of a message in some producer's form.
@@ -42,11 +42,11 @@ pub fn check(fields: &Fields) -> Decoded<()> {
             .why("Chat templates read only the text of a content, so the call or its result would be lost")
             .fix("Write calls as `tool_calls`, and each result as a message of the role `tool`"));
     }
-    if let Some(kind) = parts_of(fields).find_map(unknown_part) {
-        let what = format!("its content has a part of the unknown kind {kind:?}, which is neither text nor an image");
+    if let Some(kind) = parts_of(fields).find_map(object_as_text) {
+        let what = format!("its content has a part of kind {kind:?} whose text is an object");
         return Err(reject(Reason::UnknownForm, "TG-FORMAT-095", what)
-            .why("It is not known whether the model saw or sampled it")
-            .fix("Write it as a part of the type `text` if it is text, or remove it"));
+            .why("Chat templates read a text as a string, so it would be lost or printed as an object")
+            .fix("Write the text of the part as a string"));
     }
     let is_result_list = |key: &str, value: &Value| {
         value.is_array() && is_filled(value) && has(RESULTS, &normal(key))
@@ -233,7 +233,6 @@ mod tests {
             json!({"role": "assistant", "content": "5", "tool_calls": [{"id": "a"}], "tool_results": ["4"]}),
             json!({"role": "assistant", "content": "5", "tool_calls": [{"id": "a", "result": "4"}]}),
             json!({"role": "assistant", "content": [{"type": "text", "text": {"value": "4"}}]}),
-            json!({"role": "assistant", "content": [{"type": "hint", "hint": "x"}]}),
         ];
         for (message, name) in lost.iter().zip([
             "`toolsCalled`",
@@ -243,7 +242,6 @@ mod tests {
             "`tool_results`",
             "`tool_calls`",
             "kind \"text\"",
-            "kind \"hint\"",
         ]) {
             assert!(code(message).contains(name), "{message}");
         }
@@ -252,6 +250,7 @@ mod tests {
             json!({"role": "system", "content": "5", "tools": [{"name": "a", "parameters": {"properties": {}}}]}),
             json!({"role": "assistant", "content": "5", "extra": [{"name": "a", "args": {}}]}),
             json!({"role": "assistant", "content": [{"type": "text", "text": "a"}]}),
+            json!({"role": "assistant", "content": [{"type": "hint", "hint": "x"}]}), // `align` holds what follows it
             json!({"role": "user", "content": ["a", {"text": "b"}, {"image": "x"}, {"type": "image_url"}]}),
         ];
         for message in &others {
