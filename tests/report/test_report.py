@@ -335,6 +335,8 @@ def test_the_off_policy_estimate_tells_whether_training_helped(tmp_path, last, v
     assert f"after step 6, with a 95 % interval of {last['ope_low']} to {last['ope_high']}" in opening(found)
     assert "80 of 128 held-out traces" in opening(found)
     assert ("The interval contains zero" in opening(found)) == (kind == "unclear")
+    change = float(f"{last['ope'] - BEFORE['ope']:.3g}")
+    assert f"The difference is {change:+g}, with a 95 % interval of" in opening(found)
 
 
 def test_the_estimate_is_compared_with_that_before_training_and_not_with_another_policys_reward(tmp_path):
@@ -660,3 +662,11 @@ def test_the_page_has_the_settings_of_the_run(tmp_path):
     assert "<td>4</td>" in (tmp_path / "report.html").read_text(), "an option is no column of figures"
     assert [value for _, name, value in found.attributes if name == "href"] == ["summary.json"]
     assert found.tags.count("script") == 1
+
+
+def test_a_long_setting_is_whole_and_one_beyond_measure_is_visibly_cut(tmp_path):
+    loss, monster = "+ KL * 0.001 " * 40, "x" * 5_000
+    found = of_rows(tmp_path, [BEFORE], about=[("loss", loss), ("run.name", monster)])
+    assert loss.strip() in found.text
+    assert "x" * 4_000 + " …" in found.raw
+    assert "x" * 4_001 not in found.raw

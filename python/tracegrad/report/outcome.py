@@ -163,7 +163,7 @@ def off_policy_outcome(rows: Rows, groups: int) -> Outcome:
         max(estimate.value - estimate.low, start.high - start.value),
         max(estimate.high - estimate.value, start.value - start.low),
     )
-    return Outcome(*_OFF_POLICY, *_verdict(Estimate(change, change - down, change + up), sentences), bars)
+    return _changed(_OFF_POLICY, sentences, Estimate(change, change - down, change + up), bars)
 
 
 def evaluation_outcome(rows: Rows) -> Outcome:
@@ -221,7 +221,10 @@ def online_reward_outcome(rows: Rows) -> Outcome:
 def _compared(
     measurement: tuple[str, str], values: str, before: Estimate, after: Estimate, bars: tuple[Bar, ...]
 ) -> Outcome:
-    change = difference_interval(before, after)
+    return _changed(measurement, values, difference_interval(before, after), bars)
+
+
+def _changed(measurement: tuple[str, str], values: str, change: Estimate, bars: tuple[Bar, ...]) -> Outcome:
     sentences = (
         f"{values} The difference is {_signed(change.value)}, with a 95 % interval of {_signed(change.low)} to "
         f"{_signed(change.high)}."

@@ -33,7 +33,7 @@ _FIND = files("tracegrad.report").joinpath("find.js").read_text("utf-8")
 _HASH = base64.b64encode(hashlib.sha256(_FIND.encode()).digest()).decode()
 _POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_HASH}'"
 _DRAWN = "; img-src data:"
-_MOST_TEXT = 200  # Limit of a name, in characters.
+_MOST_TEXT, _MOST_CELL = 200, 4_000  # Limits of a name and of a cell of a table, in characters.
 _MODES = (
     ("gradient", "how strongly, and in which direction, the token changes the policy"),
     ("ratio", "the ratio that the surrogate uses: theta / old, or theta / rollout"),
@@ -309,13 +309,15 @@ def _of_part(heading: str, part: str | None) -> str:
 def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], nothing: str) -> str:
     """Return a table. The first cell of a row is its heading, and columns of integers are aligned to the right."""
 
+    def text(value: Any) -> str:
+        whole = str(value)
+        return escape(whole if len(whole) <= _MOST_CELL else f"{whole[:_MOST_CELL]} …")
+
     def cell(value: Any) -> str:
-        return (
-            f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{escape(str(value)[:_MOST_TEXT])}</td>"
-        )
+        return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{text(value)}</td>"
 
     lines = "".join(
-        f'<tr><th scope="row">{escape(str(first)[:_MOST_TEXT])}</th>{"".join(map(cell, rest))}</tr>'
+        f'<tr><th scope="row">{text(first)}</th>{"".join(map(cell, rest))}</tr>'
         for first, *rest in rows
     )
     lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'
