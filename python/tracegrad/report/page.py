@@ -316,10 +316,7 @@ def _table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], nothi
     def cell(value: Any) -> str:
         return f'<td class="n">{value:,}</td>' if isinstance(value, int) else f"<td>{text(value)}</td>"
 
-    lines = "".join(
-        f'<tr><th scope="row">{text(first)}</th>{"".join(map(cell, rest))}</tr>'
-        for first, *rest in rows
-    )
+    lines = "".join(f'<tr><th scope="row">{text(first)}</th>{"".join(map(cell, rest))}</tr>' for first, *rest in rows)
     lines = lines or f'<tr><td colspan="{len(heads)}">{nothing}</td></tr>'
     texts = ("alignment level", "meaning", "mismatch", "setting", "value")
     marks = ["" if head in texts else ' class="n"' for head in heads]
