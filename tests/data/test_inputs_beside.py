@@ -1,4 +1,4 @@
-"""Answers that stand beside their messages: what is trained is the answer, never what was said before it."""
+"""Records with an answer in a field next to its messages: only the answer is trained, no earlier message."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ FREE = ("chunks", "reply", "llm_output", "assistantMessage", "bot")
 
 
 def beside():
-    """Names of adapters and of nobody, and what each may hold as the answer."""
+    """Yield names of fields, some that adapters know, and values that each can have as the answer."""
     for key in openai.RESPONSES:
         yield from ((key, kind, value) for kind, value in {**RAW, **OTHERS}.items())
     for key in prompt_response.ANSWERS:
@@ -236,7 +236,7 @@ def test_what_is_bad_far_behind_the_first_ones_is_settled_as_is_told(tmp_path):
 
 
 def sessions():
-    """An application's calls as it streamed them; the thumb is on the last call of each session."""
+    """Yield streamed calls of two sessions. Only the last call of a session has a rating."""
     talk = [USER]
     for session, thumb in (("a", "up"), ("b", "down")):
         for turn in range(3):

@@ -7,7 +7,7 @@ succeeds and gives turns logprobs or ids that they did not have.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import NoneType
@@ -222,13 +222,13 @@ class TokenColumns:
 
     def _distinct(self, paths: list[str]) -> list[str]:
         """Return paths without those of the same lists in the records that were converted from the file's records."""
-        own = {path for path in paths if any(_collects(record, path) for _, record in self._samples)}
+        own = {path for path in paths if any(_is_read(json_path.collect, record, path) for _, record in self._samples)}
         repeated = [path for path in paths if any(self._paths[path] == self._paths[other] for other in own)]
         return [path for path in paths if path in own or path not in repeated]
 
     def sampling_is_readable(self, path: str, field_map: FieldMap) -> bool:
         """Return whether records that have a value at `path` can be read with it as that of their sampling options."""
-        records = [record for _, record in self._samples if _has(record, path)][:TRIED]
+        records = [record for _, record in self._samples if _is_read(json_path.get, record, path)][:TRIED]
         return bool(_turns(records, {**field_map.paths(), "sampling": path}))
 
     def _ids(self) -> list[str]:
@@ -304,17 +304,10 @@ def _temperatures(record: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _has(record: Any, path: str) -> bool:
+def _is_read(by: Callable[[Any, str], Any], record: Any, path: str) -> bool:
+    """Return whether a function of `json_path` finds a path in a record."""
     try:
-        json_path.get(record, path)
-    except json_path.Missing:
-        return False
-    return True
-
-
-def _collects(record: Any, path: str) -> bool:
-    try:
-        json_path.collect(record, path)
+        by(record, path)
     except json_path.Missing:
         return False
     return True

@@ -12,14 +12,17 @@ from tracegrad.data.field_map import BadValueError
 
 NAME = "prompt_prefix"
 _SYSTEM = ("system", "developer")
-KEYS = (
+_STRINGS = (
     *("system", "system_prompt", "systemPrompt", "system_message", "systemMessage", "system_instruction"),
     *("systemInstruction", "instructions", "developer_prompt", "preamble"),
+)
+"""Fields that can contain a system prompt as text."""
+KEYS = (
+    *_STRINGS,
     *("system_messages", "systemMessages", "always_included_messages", "pinned_messages", "prefix", "prefix_messages"),
     *("few_shot", "fewshot", "few_shot_messages", "few_shot_examples", "shots", "examples", "demonstrations", "demos"),
 )
 """Fields that contain a system prompt or messages in front of a conversation."""
-_STRINGS = KEYS[:10]
 _CALLS = {"request", "response", "calls", "choices"}
 """Fields of a record of calls, whose requests are complete."""
 _OTHERS = re.compile(r"expect|reference|ideal|gold|target|ground|truth|label|reject|chosen|prefer", re.I)
